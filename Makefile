@@ -1,6 +1,7 @@
 # make run    set everything up and run the nightly example to a report
 # make agents set everything up and train an agent that looks things up, to a report
 # make test   set everything up and run the tests
+# make test-fast  those that take three minutes together
 # make campaigns  the tests of minutes each, in which processes are killed, lost and outlived
 # make smoke  three workers share stages, one is killed, one is stolen from
 # make check  ruff, pyright, import-linter
@@ -36,12 +37,15 @@ agents: setup
 	$(BIN)/python examples/agents/make_lookup.py
 	$(BIN)/rollout agent train --config examples/agents/train-lookup.toml
 
-# Three files at a time, on two cores: much of the suite waits for processes that it started.
-test: setup
-	$(BIN)/pytest -m "not campaign" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Four files at a time, on two cores: much of the suite waits for processes that it started.
+AT_ONCE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
+test: setup
+	$(BIN)/pytest -m "not campaign" $(AT_ONCE) --junitxml=build/tests.xml
+
+# What one runs while writing: no engine, no Prefect server, no other slow process.
 test-fast: setup
-	$(BIN)/pytest -m "not engine and not server and not campaign"
+	$(BIN)/pytest -m "not engine and not server and not slow and not campaign" $(AT_ONCE)
 
 campaigns: setup
 	$(BIN)/pytest -m campaign --numprocesses 2 --dist load

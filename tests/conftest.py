@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
-import shutil
+import re
 import signal
 import socket
 import subprocess
@@ -38,12 +39,127 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
+from tests import forked, machine
 from tests.gcp_server import GoogleCloud, google_cloud
+from tests.leftovers import Leftovers, TemporaryFolder
 from tests.object_files import BUCKET
-from tests.server_logs import ServerLogs
+from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(PROJECT / "examples"), str(PROJECT / "examples" / "library")]
+
+
+TEMPORARY, LEFTOVERS = pytest.StashKey[TemporaryFolder](), pytest.StashKey[Leftovers]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mix", metavar="SEED", help="run the files in an order mixed by this seed; 'new' draws one")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest makes its own folder
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, whose controller has made the folder
+        root = Path(config.workerinput["temporary"])
+        TemporaryFolder.use(root, os.environ["PYTEST_XDIST_WORKER"])
+    else:
+        config.stash[TEMPORARY] = TemporaryFolder(config)
+        root = config.stash[TEMPORARY].root
+    if config.option.mix == "new":
+        config.option.mix = str(random.SystemRandom().randrange(10**6))
+    config.stash[LEFTOVERS] = Leftovers(root)
+    config.pluginmanager.register(config.stash[LEFTOVERS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist what its controller has chosen."""
+    node.workerinput["temporary"] = str(node.config.stash[TEMPORARY].root)
+
+
+SLOW = {
+    "agents": "dask_runners delivery examples fleet online policy_algorithms trainer",
+    "algorithms": "parallel resume training_data",
+    "flows": "dask damaged_storage local_server planning preference_flows promotion states",
+    "inference": "batch endpoint_answers endpoint_secrets",
+    "launch": "launcher",
+    "operations": "automations doctor drain metrics status traces ui",
+    "plan": "plan_agent",
+    "store": "http_fuzz http_processes http_responsive store_bridge store_model store_postgres store_processes",
+    "tasks": "score shards",
+    "": "buckets hostile_models library notebook numerics site stopping wheel",
+}
+"""By room, names of files without ``test_``, whose tests start processes or train: `make test-fast` leaves them out."""
+ONE_ENGINE = re.compile(r"tests/inference/test_vllm\w*\.py")
+"""Files whose tests share the session's vLLM engine, so one process of pytest-xdist runs them all."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests run in one process, as with ``--dist loadfile``, and so do those that share an engine."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return ONE_ENGINE.pattern if ONE_ENGINE.fullmatch(file) else file
+
+    return Scheduling(config, log)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lacks = machine.missing()
+    return [
+        *([f"files in the order of --mix {config.option.mix}"] if config.option.mix else []),
+        *(["this machine lacks programs, so some tests are skipped:", *lacks] if lacks else []),
+    ]
+
+
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = {PROJECT / "tests" / room / f"test_{name}.py" for room, names in SLOW.items() for name in names.split()}
+    for item in items:
+        if item.path in slow:
+            item.add_marker(pytest.mark.slow)
+    if config.option.mix:
+        files = sorted({item.path for item in items})
+        random.Random(config.option.mix).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))  # tests of one file keep their order
+
+
+def pytest_collection_finish() -> None:
+    forked.begin()  # some libraries set variables when they are imported
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
+    yield  # the processes of pytest-xdist have ended
+    if TEMPORARY not in session.config.stash:
+        return
+    left = session.config.stash[LEFTOVERS].segments()
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        sys.stderr.write(f"\n{len(left)} segments of shared memory are left by tests:\n" + "\n".join(left) + "\n")
+    passed = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    session.config.stash[TEMPORARY].keep = not passed or bool(left)
+    if session.config.option.xmlpath:
+        outcome = {"exit_status": int(exitstatus), "collected": session.testscollected, "left": left}
+        Path(session.config.option.xmlpath).with_suffix(".json").write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if TEMPORARY in config.stash:
+        config.stash[TEMPORARY].end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Made first, so it looks last: when the session's own servers have ended."""
+    yield
+    forked.close()
+    left = request.config.stash[LEFTOVERS].found()
+    assert not left, f"{OF_SEVERAL_TESTS}{len(left)} things are left by tests:\n" + "\n".join(left)
 
 
 @pytest.fixture(scope="session")
@@ -101,10 +217,11 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
     made, home = root / "prefect.db", root / "prefect-tables"
     with exclusive(root / "prefect-database.lock"):
         if not made.exists():
-            subprocess.run(
+            done = forked.run(
                 [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"],
-                env={**os.environ, "PREFECT_HOME": str(home)}, cwd=root, check=True, capture_output=True, timeout=300,
+                env={**os.environ, "PREFECT_HOME": str(home)}, cwd=root, timeout=300,
             )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
             (home / "prefect.db").rename(made)
     return made
 
@@ -112,23 +229,19 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[str]:
     """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
-    from flows.connections import LOG, prefect_server as running_server
+    from flows.connections import SERVER_SETTINGS
+    from tests.prefect_servers import prefect_process
 
-    home = tmp_path_factory.mktemp("prefect")
-    shutil.copy(prefect_database, home)
-    logs = ServerLogs()
-    logs.watch(home / LOG)
-    before = {name: os.environ.get(name) for name in ("PREFECT_HOME", "PREFECT_API_URL")}
-    os.environ.pop("PREFECT_API_URL", None)
-    with running_server(home) as address:
+    home, logs = tmp_path_factory.mktemp("prefect"), ServerLogs()
+    log = logs.watch(home / "server.log")
+    with prefect_process(home, prefect_database, log) as address, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SERVER_SETTINGS, "PREFECT_API_URL": address, "PREFECT_HOME": str(home)}.items():
+            patch.setenv(name, value)
         from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
         with temporary_settings({PREFECT_API_URL: address, PREFECT_HOME: home}):
             yield address
-    for name, value in before.items():
-        if value is not None:
-            os.environ[name] = value
-    logs.check()
+    logs.check(OF_SEVERAL_TESTS)
 
 
 @pytest.fixture
@@ -152,8 +265,6 @@ class SortingTask:
 @pytest.fixture(scope="session")
 def sorting_task(tmp_path_factory: pytest.TempPathFactory) -> SortingTask:
     """Data files of a small sorting task."""
-    import json
-
     from make_tiny import make_problems
 
     folder = tmp_path_factory.mktemp("data")
@@ -218,7 +329,7 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **options) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = forked.Process(
             [sys.executable, *arguments],
             stdout=options.pop("stdout", subprocess.PIPE),
             stderr=subprocess.STDOUT,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from tests.machine import CHROMIUM, require
 
 TILE = (40, 28)
 """Blocks that a picture of a page is compared in, across and down: letters vanish in them, whatever their font."""
@@ -37,15 +38,12 @@ def difference(one: Image.Image, other: Image.Image) -> float:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser of Playwright's; None where the machine has none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        yield None
-        return
+    """A browser of Playwright's; skips the test where the machine has none."""
+    require(CHROMIUM)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield playwright.chromium.launch(executable_path=CHROMIUM.find(), args=["--no-sandbox"])
 
 
 def serving(start_process: Callable[..., Any], log: Path) -> str:

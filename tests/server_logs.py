@@ -15,6 +15,10 @@ RECORD = re.compile(
 SHOWN_LINES = 30
 
 
+OF_SEVERAL_TESTS = "of several tests: "
+"""Begins the message of a check of what several tests did. The test that it fails is only the last of them."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """An error that may be in a log."""
@@ -61,10 +65,10 @@ class ServerLogs:
             if ERROR.search(record) and not any(re.search(known.pattern, record) for known in self._expected)
         ]
 
-    def check(self) -> None:
-        """Fail with the unexpected errors."""
+    def check(self, of: str = "") -> None:
+        """Fail with the unexpected errors. ``of`` is `OF_SEVERAL_TESTS` where the servers were not one test's own."""
         errors = self.errors()
-        assert not errors, f"{len(errors)} errors in the logs of servers and workers:\n" + "\n".join(errors)
+        assert not errors, f"{of}{len(errors)} errors in the logs of servers and workers:\n" + "\n".join(errors)
 
 
 def _records(text: str) -> Iterator[str]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import pty
 import select
-import shutil
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pytest
-
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.records import RunDetail, RunHead, RunRecords
+from tests.machine import FISH, ZSH, Tool, require
 
 ROLLOUT = Path(sys.executable).with_name("rollout")
 COMPLETE = """
@@ -70,11 +68,9 @@ def environment(**more: str) -> dict[str, str]:
     return found
 
 
-def required(shell: str) -> str:
-    path = shutil.which(shell)
-    if path is None:
-        pytest.skip(f"there is no {shell} on this machine")
-    return path
+def required(shell: Tool) -> str:
+    require(shell)
+    return shell.name
 
 
 def test_fish_completes_commands_options_values_and_files(tmp_path: Path):
@@ -82,7 +78,7 @@ def test_fish_completes_commands_options_values_and_files(tmp_path: Path):
     lines = ("rollout tr", "rollout train sft --d", "rollout init ", "rollout plan --config o")
     asked = "; ".join(f"complete -C '{line}'; echo ." for line in lines)
     script = f"source (rollout completion fish | psub); {asked}"
-    command = [required("fish"), "--no-config", "-c", script]
+    command = [required(FISH), "--no-config", "-c", script]
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     found = [{line.split("\t")[0] for line in part.splitlines() if line} for part in done.stdout.split("\n.\n")]
@@ -94,7 +90,7 @@ def test_zsh_of_a_new_user_completes_commands_options_values_and_files(tmp_path:
     """It has no start files, so nothing has called compinit. Keys are typed into a terminal, as by a person."""
     (tmp_path / "own.toml").touch()
     ours, theirs = pty.openpty()
-    command = [required("zsh"), "-f", "-i"]
+    command = [required(ZSH), "-f", "-i"]
     settings = environment(TERM="dumb", HOME=str(tmp_path), PS1="> ")
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, cwd=tmp_path) as shell:
         os.close(theirs)

@@ -121,12 +121,13 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
 def note_shared_memory(folder: Path, names: Iterable[str]) -> None:
     """Have segments of these names removed with the scratch folder."""
-    known = set(_segments(folder))
+    known = set(noted_shared_memory(folder))
     with (folder / _SEGMENTS).open("a", encoding="utf-8") as file:
         file.writelines(f"{name}\n" for name in sorted(set(names) - known))
 
 
-def _segments(folder: Path) -> list[str]:
+def noted_shared_memory(folder: Path) -> list[str]:
+    """Names of the segments that are removed with a scratch folder."""
     try:
         names = (folder / _SEGMENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -135,7 +136,7 @@ def _segments(folder: Path) -> list[str]:
 
 
 def _remove_segments(folder: Path) -> None:
-    for name in _segments(folder):
+    for name in noted_shared_memory(folder):
         with suppress(OSError):
             (SHARED_MEMORY / name).unlink()
 

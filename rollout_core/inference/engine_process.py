@@ -18,14 +18,15 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
-from rollout_core.base.locks import SHARED_MEMORY, note_shared_memory, scratch_folder
+from rollout_core.base.locks import SHARED_MEMORY, note_shared_memory, noted_shared_memory, scratch_folder
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.stopping import children, kill_children
 
@@ -34,6 +35,8 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 LONGEST_FOLDER = 60
 """Characters: a socket's whole path may have 107, of which vLLM needs 37 for a name."""
 _MAPPED = re.compile(rf"{re.escape(str(SHARED_MEMORY))}/((?:psm_|sem\.mp-)[\w.-]+)")
+_SEMAPHORE = "sem."
+"""What the system puts before the name of a semaphore."""
 _LOOK_SECONDS = 0.5
 
 
@@ -135,16 +138,33 @@ class HangWatch:
 @contextmanager
 def engine_files() -> Iterator[Path]:
     """A folder for the files of the engine that is started inside the block, gone with it or swept later."""
-    with scratch_folder("engine") as folder:
-        before = os.environ.pop(SOCKETS, None)
-        if len(str(folder)) <= LONGEST_FOLDER:
-            os.environ[SOCKETS] = str(folder)
-        try:
-            yield folder
-        finally:
-            os.environ.pop(SOCKETS, None)
-            if before is not None:
-                os.environ[SOCKETS] = before
+    segments: list[str] = []
+    try:
+        with scratch_folder("engine") as folder:
+            before = os.environ.pop(SOCKETS, None)
+            if len(str(folder)) <= LONGEST_FOLDER:
+                os.environ[SOCKETS] = str(folder)
+            try:
+                yield folder
+            finally:
+                os.environ.pop(SOCKETS, None)
+                if before is not None:
+                    os.environ[SOCKETS] = before
+                segments += noted_shared_memory(folder)
+    finally:
+        _forget(segments)
+
+
+def _forget(segments: Iterable[str]) -> None:
+    """Have Python not remove segments once more when this process ends, and warn of each that it does not find.
+
+    vLLM's processes end without a word of their segments to the tracker, which they share with this one.
+    """
+    for name in segments:
+        # Registered once more at first: to forget what is not known would be an error, too.
+        kind = "semaphore" if name.startswith(_SEMAPHORE) else "shared_memory"
+        for tell in (resource_tracker.register, resource_tracker.unregister):
+            tell(f"/{name.removeprefix(_SEMAPHORE)}", kind)
 
 
 @contextmanager

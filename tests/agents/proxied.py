@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from openai import AsyncOpenAI
@@ -12,6 +12,12 @@ from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.store import LightningStore, Span
 from rollout_core.store.semconv import LLM_CALL
+from tests.store.patience import LONG, until
+
+__all__ = ["LONG", "asked", "attempt", "calls", "client", "close_clients", "ids_of", "proxy_of", "until"]
+
+_clients: list[tuple[AsyncOpenAI, asyncio.AbstractEventLoop]] = []
+"""With the event loop of the test that made them."""
 
 
 @asynccontextmanager
@@ -23,6 +29,7 @@ async def proxy_of(store: LightningStore, *upstreams: Upstream, **options) -> As
         yield proxy
     finally:
         await proxy.stop()
+        await close_clients()
 
 
 async def attempt(store: LightningStore) -> tuple[str, str]:
@@ -34,7 +41,17 @@ async def attempt(store: LightningStore) -> tuple[str, str]:
 def client(proxy: LLMProxy, ids: tuple[str, str] | None = None, **options) -> AsyncOpenAI:
     """An agent's client, which tries once."""
     llm = proxy.as_resource(*(ids or ()))
-    return AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, **{"max_retries": 0, **options})
+    made = AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, **{"max_retries": 0, **options})
+    _clients.append((made, asyncio.get_running_loop()))
+    return made
+
+
+async def close_clients() -> None:
+    """Close what `client` has made: collected later, it would close its connections on another test's event loop."""
+    while _clients:
+        made, loop = _clients.pop()
+        if loop is asyncio.get_running_loop():
+            await made.close()
 
 
 def asked(text: str) -> list:
@@ -53,10 +70,3 @@ async def calls(store: LightningStore, proxy: LLMProxy, rollout_id: str) -> list
     spans = list(await store.query_spans(rollout_id))
     assert {span.name for span in spans} <= {LLM_CALL}
     return spans
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for it, a while."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -193,8 +193,18 @@ async def no_answer(request: web.Request) -> web.StreamResponse | None:
 
 async def hang(request: web.Request) -> web.StreamResponse | None:
     """Nothing, until the client has had enough."""
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     return None
+
+
+def held(until: asyncio.Event) -> Mishap:
+    """Nothing before this event; then the answer."""
+
+    async def wait(request: web.Request) -> web.StreamResponse | None:
+        await until.wait()
+        return None
+
+    return wait
 
 
 async def cut_stream(request: web.Request) -> web.StreamResponse:

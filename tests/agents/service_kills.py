@@ -14,12 +14,12 @@ import json
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from rollout_core.store import (
 )
 from rollout_core.store.semconv import LLM_CALL, LlmCallAttributes
 from tests.agents.scripted_upstream import ScriptedUpstream
+from tests.store.ports import own_port
 
 TURNS = 3
 NUM_RUNNERS = 4
@@ -133,13 +134,6 @@ ROLES = {
 }
 
 
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def start(role: str, folder: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
     """A process of this role, its output appended to the role's log."""
     command = [sys.executable, "-m", "tests.agents.service_kills", "--role", role, str(folder), json.dumps(ports)]
@@ -149,8 +143,13 @@ def start(role: str, folder: Path, ports: dict[str, int]) -> subprocess.Popen[by
 
 def campaign(folder: Path, number: int, pause: tuple[float, float]) -> Counter[str]:
     """One run to its end, with kills on the way. Raises AssertionError for what must not be."""
+    with ExitStack() as held:
+        ports = {name: held.enter_context(own_port()) for name in ("store", "model", "proxy")}
+        return _campaign(folder, number, pause, ports)
+
+
+def _campaign(folder: Path, number: int, pause: tuple[float, float], ports: dict[str, int]) -> Counter[str]:
     chance, kills = random.Random(number), Counter[str]()
-    ports = {name: free_port() for name in ("store", "model", "proxy")}
     roles = ["store", "model", "proxy", "algorithm", *["runner"] * 4]
     running = [start(role, folder, ports) for role in roles]
     algorithm, began = roles.index("algorithm"), time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -451,6 +451,7 @@ def test_a_span_never_comes_below_itself():
 intervals = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda pair: (float(pair[0]), float(sum(pair))))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(intervals, min_size=1, max_size=4), max_size=6))
 def test_containers_are_those_that_a_plain_search_finds(families: list[list[tuple[float, float]]]):
     nodes = [
@@ -513,6 +514,7 @@ def test_siblings_are_looked_for_below_one_parent():
     assert rewards_of(spans, reward_match=RewardMatchPolicy.FIRST_SIBLING) == [0.5, None]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("cr"), st.integers(0, 20), st.integers(0, 5)), max_size=30))
 def test_rewards_match_as_a_plain_search_does(items: list[tuple[str, int, int]]):
     spans = [
@@ -532,6 +534,14 @@ def test_rewards_match_as_a_plain_search_does(items: list[tuple[str, int, int]])
 
 
 def test_ten_thousand_spans_take_less_than_seconds():
+    spans_of_a_kind = [_flat_and_deep(count) for count in (500, 10_000)]
+    few, many = (min(_seconds_of_trees(kinds) for _ in range(2)) for kinds in spans_of_a_kind)
+    assert many < 100 * few, "what is quadratic takes 400 times as long"
+    [_, [_, deep]] = spans_of_a_kind
+    assert len(TracerTraceToTriplet(exclude_llm_call_in_reward=False).adapt(deep)) == 6_666
+
+
+def _flat_and_deep(count: int) -> tuple[list[Span], list[Span]]:
     flat = [
         span(
             "openai.chat",
@@ -543,16 +553,19 @@ def test_ten_thousand_spans_take_less_than_seconds():
         )
         if i % 3
         else reward(1.0, i, id=f"{i:016x}", number=i)
-        for i in range(10_000)
+        for i in range(count)
     ]
-    deep = [item.model_copy(update={"parent_id": f"{i - 1:016x}" if i else None}) for i, item in enumerate(flat)]
-    started = time.perf_counter()
-    for spans in (flat, deep):
+    return flat, [item.model_copy(update={"parent_id": f"{i - 1:016x}" if i else None}) for i, item in enumerate(flat)]
+
+
+def _seconds_of_trees(kinds: Sequence[list[Span]]) -> float:
+    """Of this thread's own work, whatever else the machine does."""
+    started = time.thread_time()
+    for spans in kinds:
         tree = TraceTree.from_spans(spans)
         tree.repair_hierarchy()
-        assert len(tree.traverse()) >= 10_000
-    assert time.perf_counter() - started < 5, "what is quadratic takes minutes"
-    assert len(TracerTraceToTriplet(exclude_llm_call_in_reward=False).adapt(deep)) == 6_666
+        assert len(tree.traverse()) >= len(spans)
+    return time.thread_time() - started
 
 
 def test_a_triplet_is_a_model():

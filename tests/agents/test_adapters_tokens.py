@@ -90,7 +90,7 @@ conversations = st.lists(
 
 
 @given(conversations)
-@hypothesis_settings(max_examples=300)
+@hypothesis_settings(max_examples=300, deadline=None)
 def test_every_turn_is_in_one_trajectory_as_it_was(steps: list[tuple[int, str, list[int], list[int]]]):
     agents: dict[int, list[int]] = {}
     turns: list[TokenTurn] = []

@@ -32,6 +32,7 @@ from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.store import InMemoryLightningStore, NamedResources, PromptTemplate
+from rollout_core.store.lifecycle import FINISHED
 from tests.agents.scripted_chat import completion, scripted_chat
 
 SEED = PromptTemplate(template="Do {task}.", engine="f-string")
@@ -184,13 +185,25 @@ def test_an_endpoint_that_is_away_ends_the_run_and_a_wrong_call_at_once():
     assert len(endpoint.requests) == 1
 
 
-def test_rollouts_that_fail_count_as_missing_and_late_ones_are_cancelled():
+def test_rollouts_that_fail_count_as_missing_and_late_ones_are_cancelled(monkeypatch):
+    wait = apo_module.wait_until_finished
+
+    async def once_the_others_have_ended(store, ids, timeout):
+        """So that they are not late, however busy the machine is."""
+        found = []
+        while not all(item.status in FINISHED or item.input == HELD_OUT[1] for item in found) or not found:
+            await asyncio.sleep(0.02)
+            found = await store.query_rollouts(rollout_id_in=ids)
+        return await wait(store, ids, timeout)
+
+    monkeypatch.setattr(apo_module, "wait_until_finished", once_the_others_have_ended)
+
     @prompt_rollout
     async def slow(task, prompt_template):
         if task == HELD_OUT[0]:
             raise ValueError("no")
         if task == HELD_OUT[1]:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return 1.0
 
     store = InMemoryLightningStore()
@@ -202,7 +215,7 @@ def test_rollouts_that_fail_count_as_missing_and_late_ones_are_cancelled():
             beam_width=1,
             branch_factor=1,
             beam_rounds=1,
-            rollout_batch_timeout=1.5,
+            rollout_batch_timeout=0.5,
             missing_reward=-1.0,
         )
     assert apo.history[0].best.score == pytest.approx((3 - 2) / 5)

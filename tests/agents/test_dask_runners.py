@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from dask import config as dask_config
 from distributed import LocalCluster
 
 from rollout_core.agents.code import AgentCode
@@ -23,6 +23,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import RunnersConfig
 from rollout_core.store import SqlLightningStore
 from tests.agents.test_fleet import AGENT, RESOURCES, enqueue, numbers, runs
+from tests.store.patience import LONG, until
 
 
 @pytest.fixture
@@ -39,6 +40,14 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentCode:
     monkeypatch.setenv("ROLLOUT_SECRETS", "RUNNERS")
     monkeypatch.setenv("ROLLOUT_SECRET_RUNNERS", "the-key-of-this-run")
     return AgentCode.read("agent.py:agent", tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where Dask's processes, and what of Dask is in this one, have their files."""
+    monkeypatch.setenv("DASK_TEMPORARY_DIRECTORY", str(tmp_path / "dask"))
+    with dask_config.set({"temporary-directory": str(tmp_path / "dask")}):
+        yield
 
 
 @pytest.fixture
@@ -82,32 +91,42 @@ def dask(part: str, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", f"distributed.cli.dask_{part}", *options], stderr=subprocess.DEVNULL)
 
 
-async def until(holds: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it took too long"
-        await asyncio.sleep(0.1)
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def address_in(file: Path) -> str | None:
+    """What a scheduler has written there, once it is all there."""
+    try:
+        return json.loads(file.read_text())["address"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
 
 
 async def test_the_workers_of_a_cluster_do_the_work_also_when_one_is_killed(store, code, cluster, tmp_path):
     address = cluster.scheduler_address
-    ids = await enqueue(store, numbers(16, seconds=2.0))
+    may_end = tmp_path / "may-end"
+    ids = await enqueue(store, numbers(16, until=str(may_end)))
     async with fleet_of(store, code, config(address, worker_timeout_seconds=9)) as fleet:
         fleet.set_resources(RESOURCES)
         work = asyncio.ensure_future(fleet.run(ids))
-        await until(lambda: len({process for *_, process, _ in runs(tmp_path)}) == 2, 120)
-        *_, (*_, newest, _) = runs(tmp_path)  # it has just begun with a task
-        lost = [psutil.Process(newest)]
-        os.kill(lost[0].ppid(), signal.SIGKILL)
-        await until(lambda: not any(process.is_running() and process.status() != "zombie" for process in lost), 10)
-        await asyncio.wait_for(work, 240)
+        await until(lambda: len({process for *_, process, _ in runs(tmp_path)}) == 2)
+        *_, (*_, newest, _) = runs(tmp_path)
+        lost = psutil.Process(newest)
+        os.kill(lost.ppid(), signal.SIGKILL)
+        await until(lambda: not lives(lost))
+        may_end.touch()
+        await asyncio.wait_for(work, LONG)
     rollouts = await store.query_rollouts(rollout_id_in=ids)
     assert {rollout.status for rollout in rollouts} == {"succeeded"}
     attempts = [attempt for name in ids for attempt in await store.query_attempts(name)]
     assert sum(attempt.status == "succeeded" for attempt in attempts) == 16
     assert "unresponsive" in {attempt.status for attempt in attempts}, "what the killed worker had is tried again"
     assert {word for *_, word in runs(tmp_path)} == {"first"}
-    await until(lambda: not runner_processes(), 15)  # the stage is over; the cluster is not
+    await until(lambda: not runner_processes())  # the stage is over; the cluster is not
 
 
 async def test_an_agent_that_no_worker_can_load_ends_the_run(store, code, cluster, tmp_path):
@@ -116,7 +135,7 @@ async def test_an_agent_that_no_worker_can_load_ends_the_run(store, code, cluste
     ids = await enqueue(store, numbers(1))
     async with fleet_of(store, broken, config(cluster.scheduler_address)) as fleet:
         with pytest.raises(ConfigError, match=r"nonesuch_at_all.*on Dask worker tcp://"):
-            await asyncio.wait_for(fleet.run(ids), 60)
+            await asyncio.wait_for(fleet.run(ids), LONG)
 
 
 async def test_a_worker_without_the_key_says_so(store, code, cluster):
@@ -124,7 +143,7 @@ async def test_a_worker_without_the_key_says_so(store, code, cluster):
     runners = config(cluster.scheduler_address, api_key="ANOTHER")
     async with fleet_of(store, code, runners) as fleet:
         with pytest.raises(ConfigError, match="ANOTHER"):
-            await asyncio.wait_for(fleet.run(ids), 60)
+            await asyncio.wait_for(fleet.run(ids), LONG)
 
 
 async def test_a_scheduler_that_goes_away_ends_the_run(store, code, tmp_path):
@@ -132,21 +151,22 @@ async def test_a_scheduler_that_goes_away_ends_the_run(store, code, tmp_path):
     file = tmp_path / "scheduler.json"
     where = ("--no-dashboard", "--scheduler-file", str(file))
     scheduler = dask("scheduler", "--host", "127.0.0.1", "--port", "0", *where)
-    await until(file.exists)
-    worker = dask("worker", "--no-nanny", "--nthreads", "1", "--death-timeout", "5", *where)
+    worker = None
     try:
-        address = json.loads(file.read_text())["address"]
-        ids = await enqueue(store, numbers(4, seconds=60))
+        await until(lambda: address_in(file))
+        worker = dask("worker", "--no-nanny", "--nthreads", "1", "--death-timeout", f"{LONG:.0f}", *where)
+        address = address_in(file)
+        ids = await enqueue(store, numbers(4, until=str(tmp_path / "never")))
         async with fleet_of(store, code, config(address)) as fleet:
             fleet.set_resources(RESOURCES)
             work = asyncio.ensure_future(fleet.run(ids))
             await until(lambda: runs(tmp_path))
             scheduler.kill()
             with pytest.raises(Recoverable, match="scheduler"):
-                await asyncio.wait_for(work, 60)
-        await until(lambda: not runner_processes(), 30)
+                await asyncio.wait_for(work, LONG)
+        await until(lambda: not runner_processes())
     finally:
-        for process in (worker, scheduler):
+        for process in filter(None, (worker, scheduler)):
             process.kill()
             process.wait()
     with pytest.raises(Recoverable, match="no Dask scheduler answers"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.store import LLM, LightningStoreClient
 from tests.conftest import PROJECT
+from tests.store.patience import LONG, until
+from tests.store.ports import own_port
 
 NUM_SPANS = 80
 AWAY_SECONDS = 4.0
@@ -28,10 +29,9 @@ Serve = Callable[[], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def port() -> Iterator[int]:
+    with own_port() as port:
+        yield port
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def serve(port: int, tmp_path: Path, server_logs) -> Iterator[Serve]:
 async def test_spans_wait_for_a_store_that_is_away(serve, port, moment):
     """And come in order, none missing and none twice, while the agent notices nothing."""
     reached, is_away = threading.Event(), threading.Event()
-    longest_seconds, made_while_away = 0.0, 0
+    longest_seconds, made_while_away, latest_seconds = 0.0, 0, 0.0
 
     @llm_rollout
     def agent(task, llm):
-        nonlocal longest_seconds, made_while_away
+        nonlocal longest_seconds, made_while_away, latest_seconds
         for number in range(NUM_SPANS):
             started = time.monotonic()
             emit_annotation({"number": number})
@@ -77,8 +77,10 @@ async def test_spans_wait_for_a_store_that_is_away(serve, port, moment):
             made_while_away += is_away.is_set()
             if number == moment:
                 reached.set()
-                is_away.wait(10)
+                is_away.wait(LONG)
+            started = time.monotonic()
             time.sleep(0.05)
+            latest_seconds = max(latest_seconds, time.monotonic() - started - 0.05)
         return 0.5
 
     server = await asyncio.to_thread(serve)
@@ -88,15 +90,17 @@ async def test_spans_wait_for_a_store_that_is_away(serve, port, moment):
         runner = LitAgentRunner(OtelTracer(instrument=[]), max_rollouts=1, poll_interval=0.05, heartbeat_interval=0.5)
         async with runner.run_context(agent=agent, store=client) as worker:
             work = asyncio.ensure_future(worker.iter())
-            assert await asyncio.to_thread(reached.wait, 60)
+            assert await asyncio.to_thread(reached.wait, LONG)
             server.send_signal(signal.SIGKILL)
             await asyncio.to_thread(server.wait)
             is_away.set()
             await asyncio.sleep(AWAY_SECONDS)
+            if moment < NUM_SPANS - 1:
+                await until(lambda: made_while_away > 10)
             assert not work.done(), "an attempt ends when its spans are stored"
             await asyncio.to_thread(serve)
             is_away.clear()
-            await asyncio.wait_for(work, 60)
+            await asyncio.wait_for(work, LONG)
 
         [attempt] = await client.query_attempts(queued.rollout_id)
         assert attempt.status == "succeeded"
@@ -105,6 +109,4 @@ async def test_spans_wait_for_a_store_that_is_away(serve, port, moment):
     assert numbers == sorted(set(numbers))
     assert [span.attributes["number"] for span in spans[:-1]] == list(range(NUM_SPANS))
     assert find_final_reward(spans) == 0.5
-    assert longest_seconds < 1.0
-    if moment < NUM_SPANS - 1:
-        assert made_while_away > 10
+    assert longest_seconds < 1.0 + latest_seconds, "it waits for no more than a machine that is busy with others"

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.context import Context
 
@@ -92,6 +92,7 @@ def test_rewards_of_other_tools_are_read():
     assert get_reward_value(span("task", **{"agentops.task.output": "not json"})) is None
 
 
+@settings(deadline=None)
 @given(Json)
 def test_objects_are_read_back_as_they_were(value):
     span = Span.from_core_fields(emit_object(value, propagate=False), rollout_id="r", attempt_id="a", sequence_id=1)
@@ -239,6 +240,7 @@ Keys = st.text("abc", min_size=1, max_size=2)
 Leaves = st.integers() | st.text(max_size=3) | st.booleans()
 
 
+@settings(deadline=None)
 @given(
     st.recursive(Leaves, lambda inner: st.dictionaries(Keys, inner, min_size=1, max_size=3)).filter(
         lambda value: isinstance(value, dict)

@@ -182,7 +182,7 @@ def made(tmp_path_factory):
     return folder, tasks[:32], tasks[32:64]
 
 
-@pytest.mark.parametrize("agent", ["lookup_agent", "people_agent"])
+@pytest.mark.parametrize("agent", ["lookup_agent", pytest.param("people_agent", marks=pytest.mark.campaign)])
 def test_an_agent_learns_to_look_up_twice(agent, example, made, tmp_path):
     folder, training, held_out = made
     algorithm = GRPO(
@@ -219,10 +219,11 @@ def test_the_stand_in_critic_writes_templates_that_a_search_can_use(example):
     seed = PromptTemplate(template=settings["template"]["text"], engine="f-string")
 
     async def write(url: str) -> list[PromptTemplate | None]:
-        asking = replace(writer, client=AsyncOpenAI(api_key="k", base_url=url))
-        critique = await asking.critique(seed, [Experience(0.0, "succeeded")], random.Random(1))
-        assert critique is not None
-        return [await asking.edit(seed, critique, random.Random(number)) for number in range(12)]
+        async with AsyncOpenAI(api_key="k", base_url=url) as client:
+            asking = replace(writer, client=client)
+            critique = await asking.critique(seed, [Experience(0.0, "succeeded")], random.Random(1))
+            assert critique is not None
+            return [await asking.edit(seed, critique, random.Random(number)) for number in range(12)]
 
     with tune.stand_in_critic(0) as url:
         written = asyncio.run(write(url))

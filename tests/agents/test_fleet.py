@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import StoreView
+from tests.store.patience import FOREVER, LONG, until
 
 AGENT = """
 import json, os, time
@@ -47,9 +48,13 @@ def agent(task, llm, rollout):
     if task.get("raise"):
         raise ValueError("the agent's own fault")
     time.sleep(task.get("seconds", 0))
+    while "until" in task and not os.path.exists(task["until"]):
+        time.sleep(0.02)
+    while len({json.loads(line)[2] for line in open(os.environ["AGENT_RUNS"])}) < task.get("processes", 1):
+        time.sleep(0.02)
     return float(task["number"])
 """
-RETRIED = RolloutConfig(timeout_seconds=60, max_attempts=3, retry_condition=["failed", "timeout", "unresponsive"])
+RETRIED = RolloutConfig(timeout_seconds=600, max_attempts=3, retry_condition=["failed", "timeout", "unresponsive"])
 
 
 @pytest.fixture
@@ -161,13 +166,13 @@ async def test_looks_during_claims_hand_nothing_out_twice(store):
 async def test_who_waits_for_work_is_woken_when_there_is_some(store):
     queue = RolloutQueue(store)
     assert await queue.dequeue_rollout("w") is None
-    waiting = asyncio.create_task(queue.wait_for_work(20))
+    waiting = asyncio.create_task(queue.wait_for_work(FOREVER))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     [rollout_id] = await enqueue(store, numbers(1))
     assert not waiting.done(), "others' work"
     queue.add([rollout_id])
-    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(waiting, LONG)
     claimed = await queue.dequeue_rollout("w")
     assert claimed is not None and claimed.rollout_id == rollout_id
 
@@ -212,7 +217,9 @@ def config(**changes: Any) -> RunnersConfig:
 
 @pytest.mark.parametrize("where", ["processes", "threads"])
 async def test_all_tasks_are_worked_on_once_and_what_is_done_is_left_alone(store, code, tmp_path, where):
-    ids = await enqueue(store, numbers(12, seconds=0.3))
+    # Each process is to have some of them, however long the other one takes to begin.
+    together = {"processes": 2} if where == "processes" else {}
+    ids = await enqueue(store, numbers(12, seconds=0.1, **together))
     done: list[int] = []
     async with Fleet(store, code, config(where=where), log_folder=tmp_path / "logs") as fleet:
         fleet.set_resources(RESOURCES)
@@ -231,21 +238,22 @@ async def test_all_tasks_are_worked_on_once_and_what_is_done_is_left_alone(store
 
 
 async def test_killed_runners_are_replaced_and_their_tasks_tried_again_by_the_code_that_was_read(store, code, tmp_path):
-    ids = await enqueue(store, numbers(8, seconds=0.4))
+    may_end = tmp_path / "may-end"
+    ids = await enqueue(store, numbers(8, until=str(may_end)))
     async with Fleet(store, code, config(worker_timeout_seconds=600), log_folder=tmp_path / "logs") as fleet:
         fleet.set_resources(RESOURCES)
         work = asyncio.create_task(fleet.run(ids))
-        while len(runs(tmp_path)) < 6:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(runs(tmp_path)) == 6)
         (tmp_path / "helper.py").write_text("WORD = 'second'\n")
-        victim = runs(tmp_path)[0][2]
-        os.kill(victim, signal.SIGKILL)
-        await asyncio.wait_for(work, 90)
+        victim = psutil.Process(runs(tmp_path)[0][2])
+        victim.kill()
+        may_end.touch()
+        await asyncio.wait_for(work, LONG)
     attempts = [await store.query_attempts(rollout_id) for rollout_id in ids]
     assert all(found[-1].status == "succeeded" for found in attempts)
     assert any(len(found) > 1 and found[0].status == "unresponsive" for found in attempts)
     assert {row[3] for row in runs(tmp_path)} == {"first"}
-    assert not psutil.pid_exists(victim)
+    assert not victim.is_running()
 
 
 async def test_agents_that_fail_are_tried_so_often_and_ones_that_end_their_process_end_the_run(store, code, tmp_path):
@@ -262,7 +270,7 @@ async def test_agents_that_fail_are_tried_so_often_and_ones_that_end_their_proce
     ) as fleet:
         fleet.set_resources(RESOURCES)
         with pytest.raises(Fatal, match=r"died 2 times in a row: exit status 9; what it wrote is in .*runner-"):
-            await asyncio.wait_for(fleet.run(deadly), 60)
+            await asyncio.wait_for(fleet.run(deadly), LONG)
 
 
 @pytest.mark.parametrize("where", ["processes", "threads"])
@@ -277,12 +285,11 @@ async def test_an_agent_that_cannot_be_loaded_is_refused_at_once(store, tmp_path
 async def test_a_fleet_that_is_stopped_leaves_its_work_to_be_done_again_and_retries_failed_ones_when_asked(
     store, code, tmp_path
 ):
-    ids = await enqueue(store, numbers(3, seconds=30))
+    ids = await enqueue(store, numbers(3, until=str(tmp_path / "never")))
     async with Fleet(store, code, config(count=1), log_folder=tmp_path / "logs") as fleet:
         fleet.set_resources(RESOURCES)
         work = asyncio.create_task(fleet.run(ids))
-        while len(runs(tmp_path)) < 3:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(runs(tmp_path)) == 3)
         work.cancel()
         await asyncio.wait([work])
     attempts = [attempt for rollout_id in ids for attempt in await store.query_attempts(rollout_id)]
@@ -296,14 +303,18 @@ async def test_a_fleet_that_is_stopped_leaves_its_work_to_be_done_again_and_retr
             assert len(await store.query_attempts(failed[0])) == (2 if number == 3 else 1)
 
 
-async def test_a_run_ends_when_its_fleet_is_closed(store, code):
-    ids = await enqueue(store, numbers(2, seconds=30))
-    async with Fleet(store, code, config(where="threads")) as fleet:
-        fleet.set_resources(RESOURCES)
-        work = asyncio.create_task(fleet.run(ids))
-        await asyncio.sleep(0.5)
-    with pytest.raises(Recoverable):
-        await asyncio.wait_for(work, 10)
+async def test_a_run_ends_when_its_fleet_is_closed(store, code, tmp_path):
+    may_end = tmp_path / "may-end"
+    ids = await enqueue(store, numbers(2, until=str(may_end)))
+    try:
+        async with Fleet(store, code, config(where="threads")) as fleet:
+            fleet.set_resources(RESOURCES)
+            work = asyncio.create_task(fleet.run(ids))
+            await until(lambda: len(runs(tmp_path)) == 2)
+        with pytest.raises(Recoverable):
+            await asyncio.wait_for(work, LONG)
+    finally:
+        may_end.touch()  # for the agents' threads, which nobody can end
 
 
 async def test_work_that_is_taken_on_keeps_its_own_resources(store, code):
@@ -363,7 +374,7 @@ async def test_work_that_nobody_takes_ends_the_run_with_what_to_do(store, code):
     ids = await enqueue(store, numbers(1))
     async with Fleet(store, code, config(where="elsewhere", wait_seconds=1, api_key="K")) as fleet:
         with pytest.raises(Fatal, match="1 tasks wait, and nobody has taken one for 1 s; start runners: rollout agent"):
-            await asyncio.wait_for(fleet.run(ids), 30)
+            await asyncio.wait_for(fleet.run(ids), LONG)
 
 
 async def test_an_attempt_of_a_run_that_was_killed_is_tried_again_at_once(store, code, tmp_path):
@@ -374,7 +385,7 @@ async def test_an_attempt_of_a_run_that_was_killed_is_tried_again_at_once(store,
     await store.start_attempt(rollout_id, f"agent-0:{name.machine}:{dead.pid}:{name.start_ticks}")
     async with Fleet(store, code, config(count=1)) as fleet:
         fleet.set_resources(RESOURCES)
-        await asyncio.wait_for(fleet.run([rollout_id]), 20)
+        await asyncio.wait_for(fleet.run([rollout_id]), LONG)
     assert [item.status for item in await store.query_attempts(rollout_id)] == ["unresponsive", "succeeded"]
 
 
@@ -383,16 +394,32 @@ async def test_runners_elsewhere_join_with_the_same_code_and_the_key(store, code
     ids = await enqueue(store, numbers(4), metadata={"agent_id": code.id})
     command = "from flows.cli import main; main()"
     lines: list[str] = []
+    started: list[asyncio.subprocess.Process] = []
 
     async def join(folder: Path, *more: str) -> asyncio.subprocess.Process:
         options = ["agent", "work", "--store", fleet.endpoint, "--agent", "agent.py:agent", *more]
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", command, *options, cwd=folder, stderr=asyncio.subprocess.PIPE
         )
+        started.append(process)
+        return process
 
-    async with Fleet(
-        store, code, config(where="elsewhere", api_key="K"), api_key="a key for the runners", say=lines.append
-    ) as fleet:
+    @asynccontextmanager
+    async def all_ended() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for process in started:
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+
+    async with (
+        all_ended(),
+        Fleet(
+            store, code, config(where="elsewhere", api_key="K"), api_key="a key for the runners", say=lines.append
+        ) as fleet,
+    ):
         fleet.set_resources(RESOURCES)
         assert f"rollout agent work --store {fleet.endpoint} --agent agent.py:agent" in lines[0]
         other = tmp_path / "other"
@@ -401,11 +428,11 @@ async def test_runners_elsewhere_join_with_the_same_code_and_the_key(store, code
         (other / "helper.py").write_text("WORD = 'first'\n")
         work = asyncio.create_task(fleet.run(ids))
         stranger = await join(other, "--api-key-env", "WORK_KEY")
-        _, said = await asyncio.wait_for(stranger.communicate(), 60)
+        _, said = await asyncio.wait_for(stranger.communicate(), LONG)
         assert stranger.returncode == 2 and b"the code differs" in said and not runs(tmp_path)
         joined = await join(tmp_path, "--api-key-env", "WORK_KEY", "--concurrency", "2")
-        await asyncio.wait_for(work, 60)
+        await asyncio.wait_for(work, LONG)
         joined.terminate()
-        _, said = await asyncio.wait_for(joined.communicate(), 30)
+        _, said = await asyncio.wait_for(joined.communicate(), LONG)
         assert joined.returncode == 0, said
     assert sorted(row[0] for row in runs(tmp_path)) == sorted(ids)

@@ -39,6 +39,7 @@ from rollout_core.store import (
 )
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD, LlmCallAttributes
 from tests.agents.training_script import TASKS, ask
+from tests.store.patience import LONG
 
 SCRIPT = ("-m", "tests.agents.online_script")
 OLD, MIDDLE, NEW = (hash_bytes(name) for name in (b"old", b"middle", b"new"))
@@ -203,9 +204,8 @@ def test_it_runs_until_it_is_stopped(tiny_model, tmp_path):
     online = learner(tiny_model, tmp_path, max_updates=None)
     store = LightningStoreThreaded(InMemoryLightningStore())
     threading.Timer(1.0, online.stop).start()
-    started = time.monotonic()
-    serve(online, store)
-    assert online.history == [] and time.monotonic() - started < 60
+    serve(online, store)  # has an end
+    assert online.history == []
 
 
 def sample(name: str, *models: ContentId | None, task="t") -> TokenSample:
@@ -223,13 +223,13 @@ def test_killed_in_an_update_it_learns_from_the_same_rollouts_to_the_same_weight
         return OnlineState[Experience].model_validate(objects.get_json(found)) if found else OnlineState(versions=[])
 
     def outcome(storage: str, max_updates: int) -> list[list[str]]:
-        output, _ = (process := start(storage, max_updates)).communicate(timeout=120)
+        output, _ = (process := start(storage, max_updates)).communicate(timeout=LONG)
         assert process.returncode == 0, output[-4000:]
         return [line.split()[1:] for line in output.splitlines() if line.startswith("learnt ")]
 
     store = SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'rollouts.db'}")
     process = start("a", 4)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LONG
     with traffic(store):
         while not ((noted := state()).num_updates == 1 and noted.batch is not None):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-4000:]

@@ -27,6 +27,8 @@ from rollout_core.config import JsonlDataset, ModelSource, OptimizerConfig, Samp
 from rollout_core.config.agents import AgentGRPO
 from rollout_core.store import InMemoryLightningStore, LightningStore, LightningStoreClient, ProxyLLM
 from tests.agents.training_script import TASKS, algorithm, ask, digits
+from tests.store.patience import LONG
+from tests.store.ports import own_port
 
 SCRIPT = Path(__file__).parent / "training_script.py"
 
@@ -115,12 +117,12 @@ def test_killed_and_run_again_it_runs_no_rollout_twice_and_ends_in_the_same_weig
         return path.read_text().split() if path.exists() else []
 
     def outcome(storage: str) -> list[str]:
-        output, _ = (process := run(storage)).communicate(timeout=200)
+        output, _ = (process := run(storage)).communicate(timeout=LONG)
         assert process.returncode == 0, output[-4000:]
         return [line for line in output.splitlines() if line[:2] in ("0 ", "1 ", "2 ")]
 
     process = run("killed")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LONG
     while len(noted()) < 12:  # in the midst of the second iteration
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-4000:]
         time.sleep(0.01)
@@ -187,22 +189,28 @@ async def main(url, port):
         server = LightningStoreServer(store, port=int(port))
         await server.start()
         print(server.port, flush=True)
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_the_store_may_be_a_server_elsewhere_that_is_killed_and_comes_back(tiny_model, tmp_path):
+@pytest.fixture
+def port():
+    with own_port() as port:
+        yield port
+
+
+def test_the_store_may_be_a_server_elsewhere_that_is_killed_and_comes_back(tiny_model, tmp_path, port):
     running: list[subprocess.Popen[str]] = []
 
-    def start(port: int = 0) -> int:
+    def start() -> None:
         command = [sys.executable, "-c", STORE, f"sqlite:///{tmp_path / 'store.db'}", str(port)]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert running[-1].stdout is not None
-        return int(running[-1].stdout.readline())
+        assert int(running[-1].stdout.readline()) == port
 
-    port = start()
+    start()
     asked = threading.Event()
 
     @rollout_agent
@@ -212,23 +220,30 @@ def test_the_store_may_be_a_server_elsewhere_that_is_killed_and_comes_back(tiny_
         return reward
 
     def kill() -> None:
-        asked.wait(120)
+        asked.wait(LONG)
         running[0].kill()
         running[0].wait()
         time.sleep(2)
-        start(port)
+        start()
 
     killer = threading.Thread(target=kill)
     killer.start()
     grpo = algorithm(tiny_model, tmp_path, iterations=2, tasks_per_iteration=3, rollouts_per_task=4)
+    store = LightningStoreClient(f"http://127.0.0.1:{port}")
+
+    async def all_rollouts() -> list:
+        found = list(await store.query_rollouts())
+        await store.close()  # also what it has opened on event loops that have ended
+        return found
+
     try:
-        store = LightningStoreClient(f"http://127.0.0.1:{port}")
         strategy = SharedMemoryExecutionStrategy(2, managed_store=False)
         runner = {"type": LitAgentRunner, "poll_interval": 0.02, "heartbeat_interval": 0}
         tracer = OtelTracer(instrument=[])
         Trainer(algorithm=grpo, store=store, strategy=strategy, runner=runner, tracer=tracer).fit(agent, TASKS)
-        rollouts = list(asyncio.run(LightningStoreClient(f"http://127.0.0.1:{port}").query_rollouts()))
+        rollouts = asyncio.run(all_rollouts())
     finally:
+        asked.set()
         killer.join()
         for process in running:
             process.kill()

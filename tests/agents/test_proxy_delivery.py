@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
+import threading
+import urllib.request
 
 import aiohttp
 import openai
 import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
-from proxied import asked, attempt, calls, client, proxy_of, until
-from scripted_upstream import ScriptedUpstream
+from proxied import LONG, asked, attempt, calls, client, close_clients, proxy_of, until
+from scripted_upstream import ScriptedUpstream, held
 
 from rollout_core.agents.agent import llm_rollout
 from rollout_core.agents.emitters import emit_reward
@@ -32,6 +33,7 @@ from rollout_core.store import (
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.semconv import LLM_CALL
+from tests.store.ports import own_port
 
 
 class Wayward(ForwardingLightningStore):
@@ -41,6 +43,9 @@ class Wayward(ForwardingLightningStore):
         self._store = store
         self.is_away = False
         self.delay = 0.0
+        self.may_store = threading.Event()
+        """Until then spans wait on their way."""
+        self.may_store.set()
         self.batches: list[int] = []
 
     capabilities = InMemoryLightningStore.capabilities
@@ -54,12 +59,13 @@ class Wayward(ForwardingLightningStore):
                 raise Recoverable("away, by script")
             await asyncio.sleep(self.delay)
             if name == "add_span_fields":
+                await asyncio.to_thread(self.may_store.wait, LONG)
                 self.batches.append(len(args[0]))
         return await super().forward(name, *args, **kwargs)
 
 
 def settings(upstream: ScriptedUpstream) -> Upstream:
-    return Upstream(url=upstream.url, timeout=20)
+    return Upstream(url=upstream.url, timeout=LONG)
 
 
 def runner(**options) -> LitAgentRunner:
@@ -73,13 +79,17 @@ async def test_when_an_attempt_has_ended_its_calls_are_in_the_store_in_order(sto
     async def agent(task, llm):
         for turn in range(2):
             agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+            made.append(agent_client)
             await agent_client.chat.completions.create(model=llm.model, messages=asked(f"{task}-{turn}"))
         stream = await agent_client.chat.completions.create(model=llm.model, messages=asked("abcdef"), stream=True)
         async for _ in stream:
             break  # it has seen enough
+        # Their numbers are asked for beside the answers, and may come after them.
+        await until(lambda: not proxy._delivery._new)
         emit_reward(0.5)
         return 1.0
 
+    made: list[AsyncOpenAI] = []
     async with proxy_of(store, settings(upstream)) as proxy:
         await store.add_resources({"llm": proxy.as_resource()})
         queued = [await store.enqueue_rollout(number) for number in range(4)]
@@ -98,15 +108,17 @@ async def test_when_an_attempt_has_ended_its_calls_are_in_the_store_in_order(sto
 
         looking = asyncio.create_task(look())
         async with runner(max_rollouts=4).run_context(agent=agent, store=store) as worker:
-            await asyncio.wait_for(worker.iter(), 30)
+            await asyncio.wait_for(worker.iter(), LONG)
         await looking
+        for agent_client in made:
+            await agent_client.close()
 
 
 async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, upstream, monkeypatch):
     @llm_rollout
     async def agent(task, llm):
-        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
-        await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
+        async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as agent_client:
+            await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
         return 1.0
 
     monkeypatch.setattr("rollout_core.agents.proxy.app.FLUSH_SECONDS", 0.2)
@@ -116,7 +128,7 @@ async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, ups
         await memory.add_resources({"llm": proxy.as_resource()})
         queued = await memory.enqueue_rollout(1)
         async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
-            await asyncio.wait_for(worker.iter(), 30)
+            await asyncio.wait_for(worker.iter(), LONG)
         wayward.is_away = False
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
 
@@ -132,8 +144,8 @@ async def test_an_attempt_whose_calls_the_store_refuses_is_no_success(memory, up
 
     @llm_rollout
     async def agent(task, llm):
-        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
-        await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
+        async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as agent_client:
+            await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
         return 1.0
 
     refusing = Refuses(memory)
@@ -143,7 +155,7 @@ async def test_an_attempt_whose_calls_the_store_refuses_is_no_success(memory, up
         for refuses in (True, False):
             refusing.refuses = refuses
             async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
-                await asyncio.wait_for(worker.iter(), 30)
+                await asyncio.wait_for(worker.iter(), LONG)
     found = [(await memory.get_rollout_by_id(rollout_id)).status for rollout_id in queued]
     assert found == ["failed", "succeeded"]
 
@@ -214,22 +226,25 @@ async def test_a_fault_of_the_recording_ends_the_call_as_failed(memory, upstream
 async def test_a_call_that_an_agent_leaves_under_way_is_no_failure(memory, upstream, caplog, monkeypatch):
     @llm_rollout
     async def agent(task, llm):
-        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
-        asking = agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
-        left.append(asyncio.create_task(asking))
+        async def ask():
+            async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as agent_client:
+                return await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
+
+        left.append(asyncio.create_task(ask()))
         await until(lambda: upstream.in_flight)
         return 1.0
 
     monkeypatch.setattr("rollout_core.agents.proxy.app.UNDER_WAY_SECONDS", 0.1)
-    left = []
-    upstream.delay = 1.0
+    left, may_end = [], asyncio.Event()
+    upstream.mishaps += [held(may_end)]
     async with proxy_of(memory, settings(upstream)) as proxy:
         await memory.add_resources({"llm": proxy.as_resource()})
         queued = await memory.enqueue_rollout(1)
         async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
-            await asyncio.wait_for(worker.iter(), 30)
+            await asyncio.wait_for(worker.iter(), LONG)
         assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "succeeded"
         assert f"Rollout {queued.rollout_id} left calls of its model under way" in caplog.text
+        may_end.set()
         assert (await left[0]).choices[0].message.content == "ba"
 
 
@@ -238,15 +253,20 @@ async def test_a_store_that_is_away_delays_nothing_and_gets_all_when_it_is_back(
     ids = await attempt(memory)
     async with proxy_of(wayward, settings(upstream)) as proxy:
         wayward.is_away = True
-        create = client(proxy, ids, timeout=5).chat.completions.create
+        create = client(proxy, ids, timeout=LONG).chat.completions.create
         for turn in range(3):
             await create(model="m", messages=asked(f"turn {turn}"))
-        async with aiohttp.ClientSession() as session:
-            flush = asyncio.create_task(session.post(f"{proxy.url}/rollout/{ids[0]}/attempt/{ids[1]}/flush"))
-            await asyncio.sleep(0.3)
-            assert not flush.done() and not await memory.query_spans(ids[0])
-            wayward.is_away = False
-            assert (await flush).status == 200
+
+        async def flushed() -> int:
+            place = f"{proxy.url}/rollout/{ids[0]}/attempt/{ids[1]}/flush"
+            async with aiohttp.ClientSession() as session, session.post(place) as answer:
+                return answer.status
+
+        flush = asyncio.create_task(flushed())
+        await asyncio.sleep(0.3)
+        assert not flush.done() and not await memory.query_spans(ids[0])
+        wayward.is_away = False
+        assert await flush == 200
         spans = await calls(memory, proxy, ids[0])
         assert [span.sequence_id for span in spans] == [1, 2, 3]
 
@@ -255,13 +275,14 @@ async def test_stop_delivers_what_is_recorded_or_says_what_is_missing(memory, up
     wayward = Wayward(memory)
     ids = await attempt(memory)
     models = [{"model_name": "m", "litellm_params": {"model": "m", "api_base": upstream.url}}]
-    proxy = LLMProxy(0, models, wayward, patience_seconds=0.3)
+    proxy = LLMProxy(0, models, wayward, patience_seconds=LONG)
     await proxy.start()
     wayward.delay = 0.1
     await client(proxy, ids).chat.completions.create(model="m", messages=asked("one"))
     await proxy.stop()
     assert len(await memory.query_spans(ids[0])) == 1
     await proxy.start()
+    proxy._patience_seconds = 0.3
     wayward.is_away = True
     await client(proxy, ids).chat.completions.create(model="m", messages=asked("two"))
     with pytest.raises(Recoverable, match="1 calls are recorded but not stored"):
@@ -271,9 +292,11 @@ async def test_stop_delivers_what_is_recorded_or_says_what_is_missing(memory, up
     with pytest.raises(Recoverable, match="the proxy does not run"):
         await proxy.flush()
     wayward.is_away = False
+    proxy._patience_seconds = LONG
     await proxy.start()
     assert len(await calls(memory, proxy, ids[0])) == 2
     await proxy.stop()
+    await close_clients()
 
 
 async def test_calls_of_unknown_rollouts_are_answered_and_harm_no_others(memory, upstream, caplog):
@@ -289,13 +312,14 @@ async def test_calls_of_unknown_rollouts_are_answered_and_harm_no_others(memory,
 
 async def test_calls_go_to_the_store_in_batches(memory, upstream):
     wayward = Wayward(memory)
-    wayward.delay = 0.02
+    wayward.may_store.clear()
     attempts = [await attempt(memory) for _ in range(4)]
     async with proxy_of(wayward, settings(upstream)) as proxy:
         agents = [client(proxy, ids) for ids in attempts]
         await asyncio.gather(
             *(agent.chat.completions.create(model="m", messages=asked("ab")) for agent in agents for _ in range(16))
         )
+        wayward.may_store.set()
         await proxy.flush()
     assert sum(wayward.batches) == 64 and len(wayward.batches) < 40
 
@@ -338,16 +362,16 @@ async def test_a_store_of_one_thread_is_refused():
 
 async def test_a_blocked_algorithm_does_not_stop_the_proxy(memory, upstream):
     async with proxy_of(memory, settings(upstream)) as proxy:
+        answered = threading.Event()
 
-        def ask() -> float:
-            started = time.monotonic()
-            with __import__("urllib.request").request.urlopen(f"{proxy.url}/health", timeout=5) as response:
+        def ask() -> None:
+            with urllib.request.urlopen(f"{proxy.url}/health", timeout=LONG) as response:
                 assert response.status == 200
-            return time.monotonic() - started
+            answered.set()
 
         asking = asyncio.get_running_loop().run_in_executor(None, ask)
-        time.sleep(0.5)  # this loop does nothing else
-        assert await asking < 0.4
+        assert answered.wait(LONG)  # this loop does nothing else
+        await asking
 
 
 async def test_flush_waits_for_calls_under_way_of_its_rollout_alone(memory, upstream):
@@ -357,8 +381,8 @@ async def test_flush_waits_for_calls_under_way_of_its_rollout_alone(memory, upst
         create = client(proxy, ids).chat.completions.create
         stream = await create(model="m", messages=asked("abc"), stream=True)
         await client(proxy, others).chat.completions.create(model="m", messages=asked("ab"))
-        await asyncio.wait_for(proxy.flush(), 5)
-        await asyncio.wait_for(proxy.flush(others[0]), 5)
+        await asyncio.wait_for(proxy.flush(), LONG)
+        await asyncio.wait_for(proxy.flush(others[0]), LONG)
         flush = asyncio.create_task(proxy.flush(ids[0]))
         await asyncio.sleep(0.1)
         assert not flush.done()
@@ -386,18 +410,22 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_an_attempt_whose_proxy_was_killed_is_tried_again(memory, upstream):
+@pytest.fixture
+def port():
+    with own_port() as port:
+        yield port
+
+
+async def test_an_attempt_whose_proxy_was_killed_is_tried_again(memory, upstream, port):
     """What it had recorded and not stored is lost, so nothing shows that the attempt's calls are all there."""
     server = LightningStoreServer(memory)
     await server.start()
     running: list[asyncio.subprocess.Process] = []
 
-    async def start(port: int = 0) -> int:
+    async def start() -> None:
         command = [sys.executable, "-c", PROXY, str(port), upstream.url, server.endpoint]
         running.append(await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE))
-        return int(await running[-1].stdout.readline())
-
-    port = await start()
+        assert int(await running[-1].stdout.readline()) == port
 
     @llm_rollout
     async def agent(task, llm):
@@ -407,15 +435,16 @@ async def test_an_attempt_whose_proxy_was_killed_is_tried_again(memory, upstream
             if len(running) == 1:
                 running[0].kill()
                 await running[0].wait()
-                await start(port)
+                await start()
         return 1.0
 
     try:
+        await start()
         await memory.add_resources({"llm": ProxyLLM(endpoint=f"http://127.0.0.1:{port}/v1", model="m")})
         config = RolloutConfig(max_attempts=2, retry_condition=["failed"])
         queued = await memory.enqueue_rollout(1, config=config)
         async with runner(max_rollouts=2).run_context(agent=agent, store=memory) as worker:
-            await asyncio.wait_for(worker.iter(), 60)
+            await asyncio.wait_for(worker.iter(), LONG)
     finally:
         for process in running:
             if process.returncode is None:
@@ -440,5 +469,5 @@ async def test_an_attempt_whose_proxy_goes_away_is_no_success(memory, upstream, 
         await memory.add_resources({"llm": proxy.as_resource()})
         queued = await memory.enqueue_rollout(1)
         async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
-            await asyncio.wait_for(worker.iter(), 30)
+            await asyncio.wait_for(worker.iter(), LONG)
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"

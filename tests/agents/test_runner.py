@@ -30,6 +30,8 @@ from rollout_core.store import (
     SqlLightningStore,
     TraceStatus,
 )
+from rollout_core.store.http import wire
+from tests.store.patience import FOREVER, LONG
 
 LLM_RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
 
@@ -41,7 +43,7 @@ def runner(**options) -> LitAgentRunner:
 
 async def run_all(store, agent, count: int, **options) -> None:
     async with runner(max_rollouts=count, **options).run_context(agent=agent, store=store) as worker:
-        await asyncio.wait_for(worker.iter(), 30)
+        await asyncio.wait_for(worker.iter(), LONG)
 
 
 async def test_what_the_agent_emits_and_returns_is_in_the_store_in_order(store):
@@ -147,7 +149,7 @@ async def test_runners_in_one_process_never_mix_their_spans(store):
         workers = [first, first.for_worker(), first.for_worker()]
         for number, worker in enumerate(workers):
             worker.init_worker(number, store)
-        await asyncio.wait_for(asyncio.gather(*[worker.iter() for worker in workers]), 30)
+        await asyncio.wait_for(asyncio.gather(*[worker.iter() for worker in workers]), LONG)
     for task, rollout_id in enumerate(ids):
         spans = list(await store.query_spans(rollout_id))
         assert [span.attributes.get("task") for span in spans] == [task, task, None]
@@ -172,20 +174,25 @@ async def test_threads_that_an_agent_starts_are_part_of_its_trace(memory):
 @pytest.mark.parametrize("kind", ["sleeps", "blocks", "swallows"])
 async def test_an_agent_that_hangs_is_timed_out_and_tried_again(memory, kind, monkeypatch):
     monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.2)
-    tries, release = [], threading.Event()
+    release = threading.Event()
+
+    class Patient(Hook):
+        """The second try, which needs no time, has as much as it takes."""
+
+        async def on_rollout_start(self, *, agent, runner, rollout):
+            if rollout.attempt.sequence_id == 1:
+                patient = rollout.config.model_copy(update={"timeout_seconds": FOREVER})
+                await memory.update_rollout(rollout.rollout_id, config=patient)
 
     class Sync(LitAgent):
         def rollout(self, task, resources, rollout):
-            tries.append(1)
-            if len(tries) == 1:
-                release.wait(20)
+            if rollout.attempt.sequence_id == 1:
+                release.wait(LONG)
             return 1.0
 
     class Async(LitAgent):
         async def rollout_async(self, task, resources, rollout):
-            tries.append(1)
-            until = time.monotonic() + 20
-            while len(tries) == 1 and time.monotonic() < until and not release.is_set():
+            while rollout.attempt.sequence_id == 1 and not release.is_set():
                 try:
                     await asyncio.sleep(0.1)
                 except asyncio.CancelledError:
@@ -195,8 +202,12 @@ async def test_an_agent_that_hangs_is_timed_out_and_tried_again(memory, kind, mo
 
     config = RolloutConfig(timeout_seconds=0.3, max_attempts=2, retry_condition=["timeout"])
     queued = await memory.enqueue_rollout(1, config=config)
-    await run_all(memory, Sync() if kind == "blocks" else Async(), 2)
-    release.set()
+    agent = Sync() if kind == "blocks" else Async()
+    try:
+        async with runner(max_rollouts=2).run_context(agent=agent, store=memory, hooks=[Patient()]) as worker:
+            await asyncio.wait_for(worker.iter(), LONG)
+    finally:
+        release.set()
     statuses = [attempt.status for attempt in await memory.query_attempts(queued.rollout_id)]
     assert statuses == ["timeout", "succeeded"]
 
@@ -236,7 +247,7 @@ async def test_an_agent_whose_rollout_is_cancelled_is_stopped(memory):
         work = asyncio.create_task(worker.iter())
         await started.wait()
         await memory.update_rollout(queued.rollout_id, status="cancelled")
-        await asyncio.wait_for(work, 10)
+        await asyncio.wait_for(work, LONG)
     assert stopped.is_set()
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "cancelled"
 
@@ -332,7 +343,9 @@ async def test_missing_resources_fail_the_rollout_and_say_so(memory, caplog):
 async def test_heartbeats_say_what_the_machine_is_at(store):
     class Agent(LitAgent):
         async def rollout_async(self, task, resources, rollout):
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(LONG):
+                while (worker := await store.get_worker_by_id("Worker-0")) is None or not worker.heartbeat_stats:
+                    await asyncio.sleep(0.02)
 
     await store.enqueue_rollout(1)
     await run_all(store, Agent(), 1, heartbeat_interval=0.1)
@@ -370,7 +383,7 @@ async def test_a_runner_whose_store_is_gone_for_good_says_so(tmp_path, monkeypat
         await asyncio.sleep(0.3)
         await server.stop()
         with pytest.raises(Recoverable):
-            await asyncio.wait_for(work, 60)
+            await asyncio.wait_for(work, LONG)
     await client.close()
 
 
@@ -440,23 +453,40 @@ async def test_a_cancellation_waits_for_the_end_of_an_attempt(memory):
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "succeeded"
 
 
-async def test_idle_runners_wake_when_work_is_queued(store):
+async def test_idle_runners_wake_when_work_is_queued(store, monkeypatch):
     """However long their pauses have become."""
 
     @rollout_agent
     async def agent(task, llm):
         return 1.0
 
+    pauses: list[float] = []
+
+    def told(wait):
+        def wait_for_work(timeout):
+            pauses.append(timeout)
+            return wait(timeout)
+
+        return wait_for_work
+
+    monkeypatch.setattr("rollout_core.agents.runner._FIRST_POLL_SECONDS", FOREVER)
+    monkeypatch.setattr(wire, "LONGEST_WAIT_SECONDS", FOREVER)
+    patient = store
+    if isinstance(store, LightningStoreClient):
+        patient = LightningStoreClient(store.server_address_root, request_timeout=2 * FOREVER)
+    monkeypatch.setattr(patient, "wait_for_work", told(patient.wait_for_work))
     await store.add_resources(LLM_RESOURCES)
-    async with runner(poll_interval=60, interval_jitter=0).run_context(agent=agent, store=store) as worker:
+    async with runner(poll_interval=FOREVER, interval_jitter=0).run_context(agent=agent, store=patient) as worker:
         event = threading.Event()
         work = asyncio.create_task(worker.iter(event=event))
-        # 10 ms, 20 ms, ... 1.28 s, 2.56 s, and the next ends after the test has failed.
-        await asyncio.sleep(6)
-        queued = await store.enqueue_rollout(1)
-        started = time.monotonic()
-        while (await store.get_rollout_by_id(queued.rollout_id)).status != "succeeded":
-            assert time.monotonic() - started < 4
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(LONG):
+            while not pauses:
+                await asyncio.sleep(0.01)
+            assert pauses == [FOREVER], "it wakes before that, or after the test has failed"
+            queued = await store.enqueue_rollout(1)
+            while (await store.get_rollout_by_id(queued.rollout_id)).status != "succeeded":
+                await asyncio.sleep(0.01)
         event.set()
-        await asyncio.wait_for(work, 10)
+        await asyncio.wait_for(work, LONG)
+    if patient is not store:
+        await patient.close()

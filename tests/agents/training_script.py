@@ -24,8 +24,8 @@ def digits(text: str) -> float:
 
 def ask(task: dict, llm: LLM) -> str:
     """What the policy writes after the task's prompt."""
-    client = OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, max_retries=0)
-    return client.completions.create(model=llm.model, prompt=task["prompt"]).choices[0].text
+    with OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, max_retries=0) as client:
+        return client.completions.create(model=llm.model, prompt=task["prompt"]).choices[0].text
 
 
 def algorithm(model: Path, folder: Path, **changes) -> GRPO:
@@ -64,7 +64,7 @@ def main(folder: Path, storage: Path, model: Path) -> None:
     trainer = Trainer(
         algorithm=grpo,
         store=SqlLightningStore.from_url(f"sqlite:///{folder / 'rollouts.db'}"),
-        strategy=ClientServerExecutionStrategy(n_runners=1, server_port=0, worker_timeout=3),
+        strategy=ClientServerExecutionStrategy(n_runners=1, server_port=0, worker_timeout=10),
         runner={"type": LitAgentRunner, "poll_interval": 0.02, "heartbeat_interval": 1},
         tracer=OtelTracer(instrument=[]),
     )

@@ -47,6 +47,7 @@ from rollout_core.config import (
     OptimizerConfig,
     ParallelConfig,
     Replay,
+    SnapshotPolicy,
     SpikeRule,
 )
 from rollout_core.data.datasets import to_jsonl
@@ -69,10 +70,14 @@ class Case:
     changes: dict[str, Any]
     kinds: tuple[str, ...] = KINDS
     tolerance: float = 1e-4
+    is_interrupted: bool = False
+    """Whether it is also left by some processes and taken up by others."""
 
     def run(self, place: UpdateContext, model: Path, parallel: ParallelConfig) -> Checkpoint:
         """Train in the processes there are."""
-        return self.update(place, model, {**self.changes, "parallel": parallel})
+        # Copies for snapshots are a third of the work; those that are taken up need some on the way.
+        snapshots = {} if self.is_interrupted else {"snapshots": SnapshotPolicy(every_steps=1_000)}
+        return self.update(place, model, {**snapshots, **self.changes, "parallel": parallel})
 
 
 def sft(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
@@ -151,7 +156,7 @@ GRPO_SETTINGS = GRPOSettings(
 ppo = on_policy(ppo_update, PPO_SETTINGS)
 grpo = on_policy(grpo_update, GRPO_SETTINGS)
 CASES = {
-    "sft": Case(sft, {}),
+    "sft": Case(sft, {}, is_interrupted=True),
     "sft, three minibatches": Case(sft, {"minibatch_size": 3, "gradient_accumulation": 3}, kinds=SHARING_ROWS),
     "sft, cut by tokens": Case(sft, {"max_tokens_per_microbatch": 40}),
     "sft, layers computed twice": Case(sft, {"gradient_checkpointing": True, "budget": BudgetConfig(max_steps=2)}),
@@ -166,7 +171,9 @@ CASES = {
     ),
     "sft, offloaded": Case(sft, {"offload": True, "budget": BudgetConfig(max_steps=2)}, kinds=("fsdp2",)),
     "sft, taught": Case(taught, {"budget": BudgetConfig(max_steps=2)}),
-    "sft, adapters": Case(sft, {"lora": LORA.model_copy(update={"dropout": 0.0})}, kinds=SHARING_ROWS),
+    "sft, adapters": Case(
+        sft, {"lora": LORA.model_copy(update={"dropout": 0.0})}, kinds=SHARING_ROWS, is_interrupted=True
+    ),
     "sft, easy rows first": Case(sft_by_level, {"budget": BudgetConfig(max_steps=3)}, kinds=SHARING_ROWS),
     "sft, adapters on four bits": Case(
         sft,
@@ -181,7 +188,7 @@ CASES = {
     "dpo, adapters": Case(preferences("dpo"), {"lora": LORA}, kinds=SHARING_ROWS),
     "ipo": Case(preferences("ipo"), {"minibatch_size": 5, "gradient_accumulation": 1}, kinds=SHARING_ROWS),
     "kto": Case(preferences("kto"), {"minibatch_size": 8, "gradient_accumulation": 1}),
-    "ppo": Case(ppo, {}),
+    "ppo": Case(ppo, {}, is_interrupted=True),
     "ppo, value model": Case(ppo, {"values": "model", "minibatch_size": 8, "gradient_accumulation": 1}),
     "ppo, adapters": Case(ppo, {"lora": LORA}, kinds=SHARING_ROWS),
     "grpo": Case(grpo, {}),
@@ -195,15 +202,12 @@ CASES = {
         kinds=SHARING_ROWS,
     ),
     "grpo, corrected over several steps": Case(grpo, {"correction": ImportanceCorrection()}, kinds=SHARING_ROWS),
-    "grpo, spikes left out": Case(grpo, {"skip_spikes": SpikeRule(factor=1.05, after_steps=2)}, kinds=("ddp",)),
+    "grpo, spikes left out": Case(
+        grpo, {"skip_spikes": SpikeRule(factor=1.05, after_steps=2)}, kinds=("ddp",), is_interrupted=True
+    ),
     "grpo, online dpo": Case(grpo, {"loss": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}, kinds=SHARING_ROWS),
 }
-INTERRUPTED = tuple(
-    (kind, name)
-    for name in ("sft", "sft, adapters", "ppo", "grpo, spikes left out")
-    for kind in KINDS
-    if kind in CASES[name].kinds
-)
+INTERRUPTED = tuple((kind, name) for name, case in CASES.items() if case.is_interrupted for kind in case.kinds)
 """Updates that are also left by some processes and taken up by others."""
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests import forked
 from tests.flows.conftest import wait_for, write_toml
 from tests.object_files import BUCKET
 
@@ -93,7 +94,7 @@ class Batch:
             "import rollout_core.base.errors as errors; errors.RetryHint.delay_for_try = lambda *_: 0.1;"
             "from flows.cli import main; main()"
         )
-        return subprocess.Popen(
+        return forked.Process(
             [sys.executable, "-c", program, "infer", "batch", "--config", "batch.toml"],
             cwd=self.folder,
             env=self._environment,

@@ -29,6 +29,7 @@ from flows.connections import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.records import lineage_of
+from tests import forked
 from tests.flows.conftest import objects, snapshots_of, wait_for
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -68,7 +69,7 @@ def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing
     def ops_deploy(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from deployments.cli import main; main()", "ops", "deploy", *arguments]
         environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": str(PROJECT)}
-        return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=300)
+        return forked.run(command, cwd=PROJECT, env=environment, timeout=300)
 
     def placed(name: str) -> tuple[str | None, Any]:
         with get_client(sync_client=True) as client:
@@ -120,10 +121,7 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}
 
     def prefect(*arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "prefect", *arguments],
-            env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=180,
-        )  # fmt: skip
+        done = forked.run([sys.executable, "-m", "prefect", *arguments], env=environment, cwd=PROJECT, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
 
     pools.deploy(PROJECT, "cpu")

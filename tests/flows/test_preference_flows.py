@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from rollout_core.config import (
 from rollout_core.data.samples import decode_samples
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
 from rollout_core.runs.records import RunHead
+from tests import forked
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -447,12 +447,12 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", "from flows.cli import main; main()", "train", kind,
          "--config", f"examples/{kind}-tiny.toml", "--dry-run",
          "--set", f"algorithm.base_model.uri={tiny_model}",
          "--set", f"algorithm.dataset.path={preference_data['judged' if kind == 'kto' else 'pairs']}"],
-        cwd=PROJECT, capture_output=True, text=True, timeout=120,
+        cwd=PROJECT, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"dry-run OK: algorithm={kind} model={tiny_model} rows=96 examples=96 ")

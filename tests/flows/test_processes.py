@@ -24,7 +24,7 @@ def test_a_rank_that_is_killed_costs_no_run(tiny_model, sorting_task, tmp_path, 
             "budget": {"max_steps": 120},
             "sequence": {"max_length": 64},
             "optimizer": {"lr": 1e-3},
-            "snapshots": {"every_steps": 2},
+            "snapshots": {"every_steps": 10},
         },
     }
     run = start_process(

@@ -19,6 +19,7 @@ from rollout_core.runs.figures import curves_of
 from rollout_core.runs.records import RunHead, RunRecords, runs_under_way, shown_state
 from rollout_core.runs.samples import sample_sets
 from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_for, write_toml
+from tests.machine import CHROMIUM
 from tests.pages import chromium, serving
 
 pytestmark = pytest.mark.server
@@ -157,8 +158,8 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     curves = curves_of(objects(), head, detail)
     assert curves["sft_update: loss"].x == list(range(1, 25))
     assert len(curves["reward of iterations"].y) == 2
-    with chromium() as browser:
-        if browser is not None:
+    if CHROMIUM.find():
+        with chromium() as browser:
             look_at_runs(browser, serving(start_process, tmp_path / "ui.log"), records.heads())
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def say(*words: object) -> None:
 
 
 class SayingEngine(ScriptedEngine):
+    hold_after: int | None = None
+    """Completions, after which nothing more comes of it."""
+
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         def seen() -> Iterator[Request | None]:
             for request in requests:
@@ -39,7 +43,10 @@ class SayingEngine(ScriptedEngine):
                     say("asked", request.key)
                 yield request
 
-        return super().stream(seen())
+        for count, completion in enumerate(super().stream(seen())):
+            if count == self.hold_after:
+                threading.Event().wait()
+            yield completion
 
 
 class SayingLedger(SampleLedger):
@@ -57,6 +64,7 @@ async def main(folder: Path, model_folder: Path, samples_id: str, options: dict)
     objects = ObjectStore.from_url(f"file://{folder / 'objects'}")
     model = ModelRef(ContentId(options.pop("model_id")), model_folder)
     engine = SayingEngine(ScriptedBackend(delay_seconds=options.pop("delay_seconds", 0.0)), model)
+    engine.hold_after = options.pop("hold_after", None)
     if options.pop("wait_for_go", False):
         say("ready")
         sys.stdin.readline()

@@ -113,7 +113,8 @@ class Batch:
                 self.samples_id,
                 PARAMS,
                 worker_id=worker,
-                options=BatchOptions(**{"commit_size": 3, "wait_seconds": 0.05, **options}),
+                # Groups are committed when they are full, and not because the machine is slow.
+                options=BatchOptions(**{"commit_size": 3, "commit_seconds": 3600.0, "wait_seconds": 0.05, **options}),
                 on_progress=self.progress.append,
             )
             self.works.append(work)

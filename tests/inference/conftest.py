@@ -15,6 +15,7 @@ from rollout_core.config import VLLMBackend
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.models.pretrained import load_tokenizer
+from tests.store.patience import LONG
 
 
 @pytest.fixture(scope="session")
@@ -99,4 +100,4 @@ def vllm_engine(small: ModelRef) -> Iterator[Any]:
     processes = [process for process in engine_processes() if process not in others]
     yield engine
     engine.close()
-    assert len(processes) == 2 and psutil.wait_procs(processes, timeout=10)[1] == []
+    assert len(processes) == 2 and psutil.wait_procs(processes, timeout=LONG)[1] == []

@@ -54,6 +54,8 @@ class FaultyServer:
     refused_token: int | None = None
     """Prompts with this token get HTTP 400."""
     slow_seconds: float = 0.0
+    held: threading.Event | None = None
+    """No completion is answered before it."""
     plain: bool = False
     """Answers without token ids and log-probabilities, as other servers than vLLM's do."""
     max_model_len: Any = MAX_MODEL_LEN
@@ -64,6 +66,7 @@ class FaultyServer:
     """What is made of each completion before it is sent: other JSON, or the bytes of a body."""
     seen: list[Seen] = field(default_factory=list)
     most_at_once: int = 0
+    """Completions that it worked on at a time."""
     _at_once: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -94,6 +97,8 @@ class FaultyServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
+        if self.held is not None:
+            self.held.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -106,26 +111,29 @@ class FaultyServer:
         with self._lock:
             headers = {name.lower(): value for name, value in handler.headers.items()}
             self.seen.append(Seen(handler.path, body, headers.get("authorization"), time.monotonic(), headers))
+            mishap = self.mishaps.popleft() if self.mishaps and handler.path != "/v1/models" else None
+        if self.key is not None and handler.headers.get("authorization") != f"Bearer {self.key}":
+            status(401)(handler)
+        elif handler.path == "/v1/models":
+            send(handler, 200, {"data": [{"id": name, "max_model_len": self.max_model_len} for name in self.models]})
+        elif mishap is not None:
+            mishap(handler)
+        else:
+            self._complete(handler, body)
+
+    def _work(self) -> None:
+        """What takes its time; it is over before anything is answered, after which more may come."""
+        with self._lock:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
-            mishap = self.mishaps.popleft() if self.mishaps and handler.path != "/v1/models" else None
-        try:
-            if self.key is not None and handler.headers.get("authorization") != f"Bearer {self.key}":
-                status(401)(handler)
-            elif handler.path == "/v1/models":
-                send(
-                    handler, 200, {"data": [{"id": name, "max_model_len": self.max_model_len} for name in self.models]}
-                )
-            elif mishap is not None:
-                mishap(handler)
-            else:
-                self._complete(handler, body)
-        finally:
-            with self._lock:
-                self._at_once -= 1
+        time.sleep(self.slow_seconds)
+        if self.held is not None:
+            self.held.wait()
+        with self._lock:
+            self._at_once -= 1
 
     def _complete(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        time.sleep(self.slow_seconds)
+        self._work()
         if body["model"] not in self.models:
             return send(handler, 404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
         if handler.path == "/v1/chat/completions":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,10 @@ from pathlib import Path
 import httpx
 import psutil
 
-START_SECONDS = 240
+from tests.store.patience import LONG
+from tests.store.ports import own_port
+
+START_SECONDS = 480
 
 
 class VLLMServer:
@@ -22,9 +24,8 @@ class VLLMServer:
     def __init__(self, folder: Path, log: Path) -> None:
         self._folder = folder
         self._log = log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._held = own_port()
+        self._port = self._held.__enter__()
         self.url = f"http://127.0.0.1:{self._port}/v1"
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []
@@ -65,6 +66,11 @@ class VLLMServer:
         except httpx.TransportError:
             return False
 
+    def close(self) -> None:
+        """`kill`, and give the port back."""
+        self.kill()
+        self._held.__exit__(None, None, None)
+
     def kill(self) -> None:
         """``kill -9`` of the server, its engine and its worker."""
         for process in self._family:
@@ -73,5 +79,5 @@ class VLLMServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        psutil.wait_procs(self._family, timeout=20)
+        psutil.wait_procs(self._family, timeout=LONG)
         self._family = []

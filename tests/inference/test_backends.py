@@ -20,6 +20,7 @@ from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.engines import EngineOf, close_engine, engine, rest_engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
+from tests.store.patience import LONG
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
 
@@ -328,10 +329,10 @@ def test_callers_with_the_same_model_share_the_engine_and_others_wait(tiny, othe
         ]
         for thread in threads:
             thread.start()
-        threads[1].join(5)
+        threads[1].join(LONG)
         threads[0].join(0.1)
         order.append("first")
-    threads[0].join(5)
+    threads[0].join(LONG)
     assert order == ["same", "first", "other"]
 
 

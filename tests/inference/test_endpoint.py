@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from batches import PARAMS, Batch, make_batch
@@ -41,6 +43,8 @@ from rollout_core.data.samples import Completion, Failure, decode_completions_bl
 from rollout_core.inference.base import Request
 from rollout_core.inference.endpoint import environment_proxy
 from rollout_core.inference.openai_http import OpenAIEngine
+from tests.store.patience import LONG, wait_until
+from tests.store.ports import own_port
 
 # What is asked and what comes back
 
@@ -58,16 +62,15 @@ def test_token_ids_go_out_and_token_ids_and_logprobs_come_back(server, engine_of
 
 
 def test_nobody_waits_for_answers_that_nobody_wants(server, engine_of, tokenizer):
-    server.slow_seconds = 2.0
+    server.held = threading.Event()
     engine = engine_of(max_concurrency=2)
     engine.interrupt()  # of no stream: it is none of the next one's
     with ThreadPoolExecutor(1) as pool:
         outcomes = pool.submit(lambda: list(engine.stream(requests(tokenizer))))
-        while not server.asked:
-            time.sleep(0.01)
+        wait_until(lambda: server.asked)
         engine.interrupt()
-        assert outcomes.result(60) == []
-    server.slow_seconds = 0.0
+        assert outcomes.result(LONG) == []
+    server.held.set()
     assert len(engine.generate(requests(tokenizer))) == 5, "the next stream is another one"
 
 
@@ -147,8 +150,13 @@ def test_a_server_without_token_ids_is_told_to_be_no_vllm(server, engine_of, tok
 
 
 def test_many_requests_are_under_way_and_no_more_than_allowed(server, engine_of, tokenizer):
-    server.slow_seconds = 0.05
+    server.held = threading.Event()
     drawn = 0
+
+    def let_go() -> None:
+        wait_until(lambda: server.most_at_once >= 8)
+        time.sleep(0.05)  # for one too many
+        server.held.set()
 
     def source():
         nonlocal drawn
@@ -156,10 +164,13 @@ def test_many_requests_are_under_way_and_no_more_than_allowed(server, engine_of,
             drawn += 1
             yield Request(f"r{number}", [5, 6, 7 + number], PARAMS, number)
 
+    releasing = threading.Thread(target=let_go)
+    releasing.start()
     stream = engine_of(max_concurrency=8).stream(source())
     next(stream)
     assert drawn == 8, "drawn as there is room"
     assert len(list(stream)) == 39
+    releasing.join()
     assert server.most_at_once == 8
 
 
@@ -226,8 +237,11 @@ def test_a_key_is_stripped_and_one_that_is_none_is_never_shown(monkeypatch, give
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
 def test_the_endpoint_says_when_to_come_back_for_all_requests(server, engine_of, tokenizer, form):
-    wait = {"seconds": "1", "date": format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)}[form]
-    server.mishaps.append(status(429, Retry_After=wait))
+    def refuse(handler: BaseHTTPRequestHandler) -> None:
+        date = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+        status(429, Retry_After={"seconds": "1", "date": date}[form])(handler)
+
+    server.mishaps.append(refuse)
     engine = engine_of(max_concurrency=1)
     engine.generate(requests(tokenizer))
     refused, *others = server.asked
@@ -310,9 +324,8 @@ def test_the_served_model_is_the_only_one_or_must_be_named(server, engine_of):
 
 
 def test_nobody_at_the_address_is_a_passing_fault(server, tiny):
-    server.stop()
-    with pytest.raises(Recoverable, match="does not answer"):
-        OpenAIEngine(config_of(server, max_retries=1), tiny)
+    with own_port() as port, pytest.raises(Recoverable, match="does not answer"):
+        OpenAIEngine(config_of(server, url=f"http://127.0.0.1:{port}/v1", max_retries=1), tiny)
 
 
 def test_the_key_comes_from_a_secret_that_is_allowed_and_is_never_shown(

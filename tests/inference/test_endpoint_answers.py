@@ -24,6 +24,7 @@ from rollout_core.inference.base import problem_with
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.inference.openai_wire import longest_answer
 from rollout_core.models.facts import vocab_size
+from tests.store.patience import LONG
 
 WITH_TOP = SamplingParams(max_tokens=64, logprobs=2)
 
@@ -257,7 +258,7 @@ def test_a_text_of_broken_characters_has_more_tokens_than_were_sampled_and_is_ke
 
 def test_a_text_is_tokenised_beside_the_other_requests(server, engine_of, tokenizer):
     """Two are, at the same time: neither call returns before the other began."""
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=LONG)
 
     def meet(text: str, **options: Any) -> Any:
         both.wait()
@@ -419,22 +420,19 @@ def test_a_compressed_answer_is_not_unpacked(server, engine_of, tokenizer, code)
 
 
 def test_an_answer_that_drips_is_given_up(server, engine_of, tokenizer, monkeypatch):
-    monkeypatch.setattr("rollout_core.inference.endpoint._CONNECT_SECONDS", 0.2)
-
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
         handler.close_connection = True
-        for _ in range(100):
+        while True:  # until nobody listens
             handler.wfile.write(b" ")
             time.sleep(0.1)
 
     engine = engine_of(max_retries=0, timeout_seconds=1.0)
+    monkeypatch.setattr("rollout_core.inference.endpoint._CONNECT_SECONDS", 0.2)
     server.mishaps.append(drip)
-    began = time.monotonic()
     [failure] = engine.stream(requests(tokenizer)[:1])
     assert isinstance(failure, Failure) and "no whole answer within 1 s" in failure.reason
-    assert time.monotonic() - began < 8
 
 
 def test_a_redirect_is_not_followed_with_the_key_in_hand(server, engine_of, tokenizer, monkeypatch):

@@ -26,6 +26,7 @@ from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.data.samples import Failure
 from rollout_core.inference.openai_http import OpenAIEngine
 from tests.object_files import BUCKET
+from tests.store.patience import LONG
 from tests.store.postgres import PostgresServer
 
 ENDPOINT_KEY = "sk-proj/Qm7+vX2pLr9Tz4Wk8Yn3Bd6Hf1Js5Gc0"
@@ -235,11 +236,11 @@ def _flush_log() -> None:
 
     done = threading.Thread(target=APILogHandler().flush)
     done.start()
-    done.join(30)
+    done.join(LONG)
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -13,6 +13,7 @@ from batches import PARAMS
 from rollout_core.data.samples import Completion
 from rollout_core.inference.base import GathersStream, Request
 from rollout_core.inference.lanes import Lane, Lanes
+from tests.store.patience import LONG
 
 
 def requests(*keys: str) -> list[Request]:
@@ -56,7 +57,7 @@ async def test_a_lanes_turn_comes_when_all_of_the_one_before_is_taken():
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(second.turn(), 0.05)
     first.end()
-    await asyncio.wait_for(second.turn(), 5)
+    await asyncio.wait_for(second.turn(), LONG)
     second.submit(requests("c"))
     assert await all_keys(second, 1) == ["c"]
     await asyncio.to_thread(first.close)
@@ -68,7 +69,7 @@ async def test_a_lane_that_is_given_up_lets_the_next_begin():
     lanes = Lanes(Echo())
     first, second = lanes.open(), lanes.open()
     await asyncio.to_thread(first.close)
-    await asyncio.wait_for(second.turn(), 5)
+    await asyncio.wait_for(second.turn(), LONG)
     await asyncio.to_thread(second.close)
 
 
@@ -88,7 +89,7 @@ async def test_a_backend_that_ends_its_stream_early_is_an_error_and_no_endless_w
     lane.submit(requests("a", "b"))
     assert await all_keys(lane, 1) == ["a"]
     with pytest.raises(RuntimeError, match="ended early"):
-        await asyncio.wait_for(lane.outcomes(), 5)
+        await asyncio.wait_for(lane.outcomes(), LONG)
     await asyncio.to_thread(lane.close)
 
 
@@ -146,7 +147,7 @@ async def test_who_leaves_last_does_not_wait_for_answers_and_who_comes_meanwhile
     comes = lanes.open()
     comes.submit(requests("c"))
     backend.let.set()
-    await asyncio.wait_for(leaves, 30)
+    await asyncio.wait_for(leaves, LONG)
     assert await all_keys(comes, 1) == ["c"] and backend.streams == 2
     assert not backend.others_may_open, "it would be their stream that is interrupted"
     await asyncio.to_thread(comes.close)

@@ -108,6 +108,7 @@ def test_a_prompt_that_just_fits_is_taken(tokenizer):
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(prompts=st.lists(text, max_size=5), extras=st.dictionaries(text, st.one_of(text, st.integers(-5, 5), st.none())))
 def test_samples_come_back_as_they_went(tokenizer, prompts, extras):
     extras = {f"x{key}": value for key, value in extras.items()}
@@ -117,6 +118,7 @@ def test_samples_come_back_as_they_went(tokenizer, prompts, extras):
     assert data.count(b"\n") == len(samples), "one line each, whatever the text holds"
 
 
+@settings(deadline=None)
 @given(
     logprobs=st.lists(st.floats(-50, 0, width=32), max_size=6),
     text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),

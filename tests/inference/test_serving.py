@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,14 @@ from rollout_core.agents import LLMProxy, ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend
 from rollout_core.data.text import token_ids_of
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.chat_api import Answered, Writer, hermes_calls, read_ask
 from rollout_core.inference.engines import EngineOf, build_backend, close_engine, engine
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.serving import EngineServer
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.store import InMemoryLightningStore
+from tests.store.patience import LONG, until
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -326,23 +328,26 @@ async def test_swaps_under_load_through_the_proxy(chatty):
         found = await store.start_rollout({"task": 1})
         endpoint = proxy.as_resource(found.rollout_id, found.attempt.attempt_id).endpoint
         async with openai.AsyncOpenAI(base_url=endpoint, api_key="EMPTY", max_retries=0) as client:
-            is_over = False
+            is_over, total = False, 0
 
-            async def ask(number: int) -> int:
-                done = 0
+            async def ask(number: int) -> None:
+                nonlocal total
                 while not is_over:
                     await chat(client, seed=number, max_tokens=6)
-                    done += 1
-                return done
+                    total += 1
+
+            async def answered(count: int) -> None:
+                wanted = total + count
+                await until(lambda: total >= wanted or any(task.done() for task in asking))
 
             asking = [asyncio.create_task(ask(number)) for number in range(6)]
             for number in (1, 0, 1):
-                await asyncio.sleep(0.3)
+                await answered(12)
                 async with proxy.paused("policy", model_id=chatty[number].content_id):
                     await server.load(chatty[number])
-            await asyncio.sleep(0.3)
+            await answered(12)
             is_over = True
-            total = sum(await asyncio.gather(*asking))
+            await asyncio.gather(*asking)
         await proxy.flush()
         await proxy.stop()
     spans = await store.query_spans(found.rollout_id)
@@ -371,10 +376,10 @@ async def test_the_engine_is_lent(chatty):
         assert await asyncio.to_thread(use, chatty[0]) == chatty[0].content_id
         async with server.lent():
             waiting = asyncio.create_task(chat(client))
-            assert await asyncio.wait_for(asyncio.to_thread(use, chatty[1]), 10) == chatty[1].content_id
+            assert await asyncio.wait_for(asyncio.to_thread(use, chatty[1]), LONG) == chatty[1].content_id
             await server.load(chatty[1])
             assert not waiting.done()
-        assert (await asyncio.wait_for(waiting, 10)).choices[0].message.content == "ok"
+        assert (await asyncio.wait_for(waiting, LONG)).choices[0].message.content == "ok"
         assert server.model_id == chatty[1].content_id
 
 
@@ -384,24 +389,35 @@ async def test_a_lane_of_batch_inference_beside_the_server(chatty):
     async with serving(backend, chatty[0]) as (_, client):
         with EngineOf(backend, chatty[0]).open() as lanes:
             lane = lanes.open()
-            await asyncio.wait_for(lane.turn(), 5)
+            await asyncio.wait_for(lane.turn(), LONG)
             lane.submit([Request("mine", [1, 2], SamplingParams(), 0)])
-            [outcome] = await asyncio.wait_for(lane.outcomes(), 5)
+            [outcome] = await asyncio.wait_for(lane.outcomes(), LONG)
             assert outcome.key == "mine"
             assert (await chat(client)).choices
             await asyncio.to_thread(lane.close)
 
 
-async def test_a_client_that_goes_away(chatty):
-    backend = ScriptedBackend(text="ok", delay_seconds=0.05)
+async def test_a_client_that_goes_away(chatty, monkeypatch):
+    taken: list[Request] = []
+    may_end, complete = threading.Event(), ScriptedEngine._complete
+
+    def held(self: ScriptedEngine, group: list[Request]) -> Any:
+        taken.extend(group)
+        may_end.wait(LONG)
+        return complete(self, group)
+
+    monkeypatch.setattr(ScriptedEngine, "_complete", held)
+    backend = ScriptedBackend(text="ok", delay_seconds=0.001)  # so the engine takes one at a time
     async with serving(backend, chatty[0]) as (server, client):
         tasks = [asyncio.create_task(chat(client)) for _ in range(200)]
-        await asyncio.sleep(0.5)
+        await until(lambda: taken and server.num_running == 200)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # What the engine has not taken is not generated: 200 would take 10 s.
-        await asyncio.wait_for(server.load(chatty[1]), 5)
+        await until(lambda: server.num_running == 0)
+        may_end.set()
+        await asyncio.wait_for(server.load(chatty[1]), LONG)
+        assert len(taken) == 1, "what the engine has not taken is not generated"
         assert (await chat(client)).choices
 
 

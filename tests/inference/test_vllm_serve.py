@@ -36,7 +36,7 @@ def server(small, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServ
     running = VLLMServer(small.folder, Path(tmp_path_factory.mktemp("serve")) / "log")
     running.start()
     yield running
-    running.kill()
+    running.close()
 
 
 @pytest.fixture(autouse=True)
@@ -128,11 +128,12 @@ async def test_the_proxy_records_the_tokens_of_a_chat_streamed_or_not(server, to
         proxy = LLMProxy(0, [ModelEntry("m", [Upstream(url=server.url, model="small", model_id="weights")])], store)
         await proxy.start()
         llm = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
-        create = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create
         messages: list = [{"role": "user", "content": "sort 3 1 2 ="}]
-        whole = await create(model="m", messages=messages, temperature=0.0, max_tokens=12)
-        stream = await create(model="m", messages=messages, temperature=0.0, max_tokens=12, stream=True)
-        chunks = [chunk.choices[0] async for chunk in stream]
+        async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
+            create = client.chat.completions.create
+            whole = await create(model="m", messages=messages, temperature=0.0, max_tokens=12)
+            stream = await create(model="m", messages=messages, temperature=0.0, max_tokens=12, stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
         await proxy.stop()
         first, second = [span.attributes for span in await store.query_spans(rollout.rollout_id)]
     assert whole.choices[0].logprobs is None and {chunk.logprobs for chunk in chunks} == {None}

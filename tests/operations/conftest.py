@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,9 +22,11 @@ import psutil
 import pytest
 import yaml
 
-from flows.connections import LOG, SERVER_SETTINGS, prefect_server
+from flows.connections import SERVER_SETTINGS
+from tests import forked
 from tests.flows.conftest import PATIENCE_SECONDS, small_nightly, wait_for
-from tests.server_logs import ServerLogs
+from tests.prefect_servers import prefect_process
+from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 __all__ = ["small_nightly"]  # a fixture
 PROJECT = Path(__file__).resolve().parents[2]
@@ -79,10 +80,8 @@ class Machine:
                 time.sleep(pause)
 
     def command(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            env=self.environment, cwd=cwd or self.folder, capture_output=True, text=True, timeout=400,
-        )  # fmt: skip
+        command = [sys.executable, *arguments]
+        return forked.run(command, env=self.environment, cwd=cwd or self.folder, timeout=400)
 
     def rollout(self, *arguments: str) -> str:
         """What the command `rollout` prints, which must succeed."""
@@ -141,7 +140,7 @@ class Machine:
         """A worker of the pool, for the length of the block; then it and all it started are killed."""
         path = logs.watch(self.folder / f"worker-{len(list(self.folder.glob('worker-*')))}.log")
         with path.open("wb") as output:
-            worker = subprocess.Popen(
+            worker = forked.Process(
                 [sys.executable, "-m", "prefect", "worker", "start", "--pool", "cpu"],
                 env=self.environment, cwd=self.folder, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
@@ -164,20 +163,12 @@ def end(worker: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Machine]:
     """A server of its own, which ends without an error in its log."""
-    folder = tmp_path_factory.mktemp("operations")
-    (folder / "home").mkdir()
-    shutil.copy(prefect_database, folder / "home")
-    logs = ServerLogs()
-    logs.watch(folder / "home" / LOG)
+    folder, logs = tmp_path_factory.mktemp("operations"), ServerLogs()
+    log = logs.watch(folder / "server.log")
     told: list[dict[str, Any]] = []
-    with pytest.MonkeyPatch.context() as patch, receiving(told) as webhook:
-        for name, value in SETTINGS.items():
-            patch.setenv(name, value)
-        for name in ("PREFECT_API_URL", "PREFECT_HOME"):  # those of the session's server
-            patch.delenv(name, raising=False)
-        with prefect_server(folder / "home") as api:
-            yield Machine(folder, api, webhook, told)
-    logs.check()
+    with receiving(told) as webhook, prefect_process(folder / "home", prefect_database, log, SETTINGS) as api:
+        yield Machine(folder, api, webhook, told)
+    logs.check(OF_SEVERAL_TESTS)
 
 
 @contextmanager

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.connections import SERVER_SETTINGS
+from tests import forked
 from tests.flows.conftest import wait_for
-from tests.server_logs import ServerLogs
+from tests.prefect_servers import prefect_process
+from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROLLOUT = ("-c", "from deployments.cli import main; main()")
@@ -31,11 +30,12 @@ ROLLOUT = ("-c", "from deployments.cli import main; main()")
 
 def rollout(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What the command prints that is given in ``folder``."""
-    return subprocess.run(
+    return forked.run(
         [sys.executable, *ROLLOUT, *arguments],
         env={**os.environ, "PREFECT_API_URL": "", "PYTHONPATH": str(PROJECT), **environment},
-        cwd=folder, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=folder,
+        timeout=300,
+    )
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,10 @@ class OwnServer:
 @contextmanager
 def own_server(folder: Path, database: Path) -> Iterator[OwnServer]:
     """A server with a copy of a database, which runs for the length of the block and then has written no error."""
-    (folder / "home").mkdir()
-    shutil.copy(database, folder / "home")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started, logs = OwnServer(folder, f"http://127.0.0.1:{port}/api"), ServerLogs()
-    log = logs.watch(folder / "server.log")
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", f"from flows.server_process import serve; serve({port})"],
-            env={**os.environ, **started.environment, "PYTHONPATH": str(PROJECT)},
-            cwd=folder, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_for(lambda: _answers(started.api), "the server's start", seconds=180)
-        yield started
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-    logs.check()
+    logs = ServerLogs()
+    with prefect_process(folder / "home", database, logs.watch(folder / "server.log")) as api:
+        yield OwnServer(folder, api)
+    logs.check(OF_SEVERAL_TESTS)
 
 
 @contextmanager
@@ -135,11 +119,3 @@ def _answer(request: urllib.request.Request) -> bytes | None:
         if error.code != 503:
             raise
         return None
-
-
-def _answers(api: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{api}/health", timeout=2):
-            return True
-    except OSError:
-        return False

@@ -30,6 +30,7 @@ from flows.flow_run import HANDED_BACK
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
+from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import PROJECT, Machine
 from tests.server_logs import ServerLogs
@@ -133,7 +134,7 @@ def ops_worker(
     path = logs.watch(machine.folder / f"ops-worker-{len(list(machine.folder.glob('ops-worker-*')))}.log")
     command = [sys.executable, "-c", "from deployments.cli import main; main()", "ops", "worker", "--pool", "cpu"]
     with path.open("wb") as output:
-        worker = subprocess.Popen(
+        worker = forked.Process(
             [*command, *options], env={**machine.environment, **environment}, cwd=machine.folder,
             stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.metrics import MOST_RUNS, Events, Followed, _keep_following
 from tasks import events
+from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.own_server import PROJECT, ROLLOUT, rollout
 
@@ -158,7 +159,7 @@ def test_lines_of_several_threads_stay_whole_and_a_file_that_cannot_be_written_s
 @contextmanager
 def serving(api: str, file: Path) -> Iterator[str]:
     """Address of the metrics, served by a process of its own."""
-    process = subprocess.Popen(
+    process = forked.Process(
         [sys.executable, *ROLLOUT, "ops", "metrics", "--port", "0", "--every", "1"],
         env={**os.environ, "PREFECT_API_URL": api, "ROLLOUT_EVENTS": str(file), "PYTHONPATH": str(PROJECT)},
         cwd=file.parent, stdout=subprocess.PIPE, text=True,

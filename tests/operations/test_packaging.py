@@ -27,6 +27,7 @@ from prefect.workers.base import BaseJobConfiguration
 from deployments.cli import EXIT_DRAINED, app
 from deployments.serve import PROJECT
 from flows.connections import SERVER_SETTINGS
+from tests.machine import SYSTEMD, require
 
 UNITS = sorted((PROJECT / "deployments" / "systemd").glob("*.service"))
 TEMPLATES = sorted((PROJECT / "deployments" / "templates").glob("*.json"))
@@ -39,9 +40,9 @@ def unit(path: Path) -> configparser.RawConfigParser:
     return found
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 def test_systemd_knows_every_key_of_a_unit(path: Path, tmp_path: Path):
+    require(SYSTEMD)
     copy = tmp_path / path.name
     program = shutil.which("true")
     copy.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={program}", path.read_text(), flags=re.MULTILINE))

@@ -19,7 +19,7 @@ def say(*words: object) -> None:
 async def work(address: str, prefix: str) -> None:
     """Enqueue, claim, trace and complete, whatever happens to the server."""
     stop = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    async with LightningStoreClient(address, retry_delays=(0.05,) * 1000, health_retry_delays=()) as store:
+    async with LightningStoreClient(address, retry_delays=(0.05,) * 6000, health_retry_delays=()) as store:
         turn = 0
         while not stop.done():
             turn += 1

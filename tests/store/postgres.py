@@ -21,6 +21,8 @@ import pytest
 
 from rollout_core.store.sql.by_url import migrate
 from rollout_core.store.sql.tables import metadata
+from tests.machine import POSTGRES, postgres_programs, require
+from tests.store.patience import LONG, wait_until
 
 SETTINGS = {
     "listen_addresses": "",
@@ -40,15 +42,11 @@ EMPTY = (
 
 
 def programs() -> Path:
-    """The folder of the newest server programs of this machine; fails the test, and says what to do, without any."""
-    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name), reverse=True)
-    on_path = shutil.which("initdb")
-    for folder in [*folders, *([Path(on_path).parent] if on_path else [])]:
-        if (folder / "initdb").exists() and (folder / "postgres").exists():
-            return folder
-    pytest.fail(
-        "no PostgreSQL server programs (initdb, postgres) here; run: apt-get install -y postgresql", pytrace=False
-    )
+    """The folder of the newest server programs of this machine; skips the test without any."""
+    require(POSTGRES)
+    folder = postgres_programs()
+    assert folder is not None
+    return folder
 
 
 class PostgresServer:
@@ -85,7 +83,7 @@ class PostgresServer:
             [programs() / "psql", "-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", self.url(database), "-c", sql],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONG,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -95,7 +93,7 @@ class PostgresServer:
         if self._process is not None:
             return
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # not below: a socket's path must be short
+            self._folder = Path(tempfile.mkdtemp(prefix="pg-"))  # not below: a socket's path must be short
             if os.getuid() == 0:
                 shutil.chown(self._folder, "nobody", "nogroup")
             initdb = ["initdb", "-D", self._data, "-U", "postgres", "--auth=trust", "-E", "UTF8", "--no-sync"]
@@ -107,7 +105,7 @@ class PostgresServer:
         with (self._folder / "log").open("ab") as log:
             command = self._command("postgres", "-D", self._data, "-k", str(self._folder), *settings)
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=self._environment)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LONG
         is_ready = [programs() / "pg_isready", "-q", "-h", self._folder, "-U", "postgres"]
         while subprocess.run(is_ready).returncode:
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -120,17 +118,22 @@ class PostgresServer:
         """Stop the server; ``at_once`` as ``pg_ctl -m immediate`` does: without a word, as in a crash."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT if at_once else signal.SIGINT)
-            self._process.wait(60)
+            self._process.wait(LONG)
             self._process = None
 
     def kill(self) -> None:
         """SIGKILL of the server and of every process that serves a connection, as a machine's end does."""
         if self._process is not None:
-            for process in [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children()]:
+            main = psutil.Process(self._process.pid)
+            main.suspend()  # so that it starts no more of them meanwhile
+            family = [*main.children(), main]
+            for process in family:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            self._process.wait(60)
+            self._process.wait(LONG)
             self._process = None
+            # While one of them lives, no other server can have the data.
+            wait_until(lambda: not any(map(_lives, family)))
 
     def close(self) -> None:
         """Stop the server and delete everything."""
@@ -150,3 +153,9 @@ class PostgresServer:
         # The server ends with the tests, however they end.
         rights = ["--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.getuid() == 0 else []
         return ["setpriv", "--pdeathsig", "INT", *rights, programs() / program, *arguments]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

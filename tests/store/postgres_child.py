@@ -10,13 +10,15 @@ import gc
 import os
 import sys
 import threading
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+import psycopg
+
 from rollout_core.base.errors import Conflict, Recoverable
-from rollout_core.store import Span, SqlLightningStore
+from rollout_core.store import AttemptedRollout, Span, SqlLightningStore
 from rollout_core.store.sql.dialect import Transaction
+from tests.store.patience import LONG, wait_until
 
 Result = TypeVar("Result")
 
@@ -81,14 +83,22 @@ async def work_through_restarts(url: str, name: str) -> None:
 async def drain(url: str, limit: str) -> None:
     """Claim and complete until the queue is empty."""
     async with SqlLightningStore.from_url(url) as store:
+
+        async def claim() -> Sequence[AttemptedRollout]:
+            return await store.dequeue_many_rollouts(limit=int(limit), worker_id=f"w{os.getpid()}")
+
         say("ready")
         sys.stdin.readline()
-        while claimed := await store.dequeue_many_rollouts(limit=int(limit), worker_id=f"w{os.getpid()}"):
+        claimed = await claim()
+        say("claimed")
+        sys.stdin.readline()  # so that none has claimed all before another begins
+        while claimed:
             for rollout in claimed:
                 say(rollout.rollout_id)
                 await store.update_attempt(
                     rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", fenced=True
                 )
+            claimed = await claim()
 
 
 async def finish(url: str, rollout_id: str) -> None:
@@ -108,12 +118,19 @@ async def enqueue_in_batches(url: str, name: str) -> None:
 
 
 def fork(url: str) -> None:
-    """Fork, beside a read and a write that last, a child that uses the store and ends as programs do."""
-    store = SqlLightningStore.from_url(url)
+    """Fork, beside a read and a write that last until the child has ended, one that uses the store and ends as programs
+    do."""
+    store = SqlLightningStore.from_url(url, busy_timeout_seconds=LONG)
+    holder = psycopg.connect(url, autocommit=True)
+    holder.execute("SELECT pg_advisory_lock(1)")
 
     def sleep(tx: Transaction) -> int:
-        tx.rows("SELECT 1 FROM pg_sleep(2)")
+        tx.rows("SELECT 1 FROM pg_advisory_xact_lock_shared(1)")
         return tx.number("SELECT pg_backend_pid()")
+
+    def both_wait() -> bool:
+        found = holder.execute("SELECT COUNT(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted").fetchone()
+        return found == (2,)
 
     async def sleep_twice() -> list[int]:
         sleeping = [store._database.read(sleep), store._database.write(sleep)]
@@ -127,8 +144,7 @@ def fork(url: str) -> None:
     slept: list[int] = []
     sleeping = threading.Thread(target=lambda: slept.extend(asyncio.run(sleep_twice())))
     sleeping.start()
-    time.sleep(0.5)
-    started = time.monotonic()
+    wait_until(both_wait)
     child = os.fork()
     if child == 0:
         own = asyncio.run(use())
@@ -137,8 +153,9 @@ def fork(url: str) -> None:
         gc.collect()
         say("own", own)
         sys.exit()
-    say("quick", time.monotonic() - started < 1)
     status = os.waitpid(child, 0)[1]
+    say("beside", both_wait())
+    holder.close()
     sleeping.join()
     say("child", status, *slept)
     pids = asyncio.run(store._database.read(lambda tx: tx.rows("SELECT pid FROM pg_stat_activity")))

@@ -10,9 +10,10 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 
 from rollout_core.base.errors import ConfigError, Recoverable
-from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, Span, SqlLightningStore
+from rollout_core.store import AttemptedRollout, AttemptUpdate, EnqueueRolloutRequest, Span, SqlLightningStore
 
 
 def say(*words: object) -> None:
@@ -49,9 +50,16 @@ async def write_until_killed(url: str, prefix: str) -> None:
 async def drain(url: str, limit: str) -> None:
     """Claim and complete until the queue is empty."""
     async with SqlLightningStore.from_url(url) as store:
+
+        async def claim() -> Sequence[AttemptedRollout]:
+            return await store.dequeue_many_rollouts(limit=int(limit), worker_id=f"w{os.getpid()}")
+
         say("ready")
         sys.stdin.readline()
-        while claimed := await store.dequeue_many_rollouts(limit=int(limit), worker_id=f"w{os.getpid()}"):
+        claimed = await claim()
+        say("claimed")
+        sys.stdin.readline()  # so that none has claimed all before another begins
+        while claimed:
             for rollout in claimed:
                 say(rollout.rollout_id)
             await store.update_many_attempts(
@@ -63,6 +71,7 @@ async def drain(url: str, limit: str) -> None:
                 ],
                 fenced=True,
             )
+            claimed = await claim()
 
 
 async def finish(url: str, rollout_id: str) -> None:

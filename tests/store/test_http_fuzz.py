@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -21,7 +22,8 @@ KEY = {"Authorization": "Bearer k"}
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
     store = SqlLightningStore.from_url(f"sqlite:///{tmp_path_factory.mktemp('fuzz')}/store.db")
-    return schemathesis.openapi.from_asgi("/openapi.json", create_app(store, AppSettings(api_key="k")), headers=KEY)
+    yield schemathesis.openapi.from_asgi("/openapi.json", create_app(store, AppSettings(api_key="k")), headers=KEY)
+    asyncio.run(store.close())
 
 
 # What takes nothing but an id cannot be asked wrongly.

@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -21,12 +22,19 @@ from typer.testing import CliRunner
 
 from deployments.cli import app
 from rollout_core.base.errors import Recoverable
+from rollout_core.base.locks import SCRATCH_PREFIX, sweep
 from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
+from tests import forked
+from tests.store.patience import FOREVER, LONG, until, wait_until
+from tests.store.ports import own_port
 
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("http_child.py")
 NUM_WORKERS = 8
 NUM_KILLS = 10
+PATIENT = (0.05,) * int(LONG / 0.05)
+"""Waits of a client whose server is started again."""
+MAIN = "from deployments.cli import main; main()"
 
 
 STARTED: list[subprocess.Popen[str]] = []
@@ -43,12 +51,26 @@ def _leave_nothing_running(server_logs, tmp_path):
     LOGS.clear()
     while STARTED:
         process = STARTED.pop()
+        workers: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
+        for worker in workers:  # left alone they end by themselves, a little later
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+        wait_until(lambda: not any(map(_runs, workers)))  # noqa: B023 - called at once
+    sweep(Path(tempfile.gettempdir()), f"{SCRATCH_PREFIX}*")  # of servers that were killed, as the next server does
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def start(*command: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    process = forked.Process(
         [sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -60,9 +82,9 @@ def start(*command: str, stderr: int = subprocess.PIPE, **environment: str) -> s
     return process
 
 
-def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+def serve(url: str, *options: str, program: str = MAIN, **environment: str) -> tuple[subprocess.Popen[str], str]:
     """A server process and its address."""
-    command = ["-c", "from deployments.cli import main; main()", "store", "serve", "--database", url, *options]
+    command = ["-c", program, "store", "serve", "--database", url, *options]
     with LOGS[-1].open("a") as log:
         process = start(*command, stderr=log.fileno(), **environment)
     assert process.stdout is not None
@@ -72,10 +94,10 @@ def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen
     raise AssertionError(LOGS[-1].read_text())
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def port():
+    with own_port() as port:
+        yield str(port)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -106,8 +128,8 @@ class Crew:
             worker.stdin.write("stop\n")
             worker.stdin.flush()
         for worker, reader in zip(self._workers, self._readers, strict=True):
-            await asyncio.to_thread(reader.join, 60)
-            assert worker.wait(60) == 0
+            await asyncio.to_thread(reader.join, LONG)
+            assert worker.wait(LONG) == 0
 
     async def check(self, client: LightningStoreClient, at_least: int) -> None:
         """Nothing that was acknowledged is lost or was done twice, and nothing is held by nobody."""
@@ -137,11 +159,10 @@ async def wait_until_succeeded(client: LightningStoreClient, count: int) -> None
         await asyncio.sleep(0.02)
 
 
-async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
-    port = str(free_port())
+async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database, port):
     server, address = serve(database, "--port", port)
     crew = Crew(address)
-    async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
+    async with LightningStoreClient(address, retry_delays=PATIENT, health_retry_delays=()) as client:
         num_done = 0
         for _ in range(NUM_KILLS):
             # Let some work be done between any two kills, then strike in the midst of it.
@@ -154,7 +175,7 @@ async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
         await crew.finish()
         await crew.check(client, 20 * NUM_KILLS)
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(LONG) == 0
 
 
 async def _count_succeeded(database: str) -> int:
@@ -166,7 +187,7 @@ async def test_nothing_acknowledged_is_lost_when_postgres_is_killed_under_a_serv
     server_logs.expect("", "the test kills the server's database")
     server, address = serve(postgres.database_of(tmp_path), "--port", "0")
     crew = Crew(address)
-    async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
+    async with LightningStoreClient(address, retry_delays=PATIENT, health_retry_delays=()) as client:
         num_done = 0
         for _ in range(NUM_KILLS):
             num_done += 20
@@ -197,7 +218,7 @@ async def test_two_servers_on_one_postgres_serve_one_queue(postgres, tmp_path):
         waiting = asyncio.create_task(one.wait_for_rollouts(rollout_ids=[claimed[0].rollout_id]))
         await asyncio.sleep(0.1)
         await other.update_attempt(claimed[0].rollout_id, claimed[0].attempt.attempt_id, status="succeeded")
-        assert [item.status for item in await asyncio.wait_for(waiting, 20)] == ["succeeded"]
+        assert [item.status for item in await asyncio.wait_for(waiting, LONG)] == ["succeeded"]
 
 
 async def test_workers_share_a_database_and_add_up_their_metrics(url):
@@ -212,12 +233,13 @@ async def test_workers_share_a_database_and_add_up_their_metrics(url):
             text = await reply.text()
     assert 'rollout_store_requests_total{operation="dequeue_rollouts",status="200"} 50.0' in text
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(LONG) == 0
 
 
 SLOW_START = """
 import os, sys, time
 from pathlib import Path
+from tests import forked
 if "--multiprocessing-fork" in sys.orig_argv:
     Path(os.environ["STARTS"], str(os.getpid())).touch()
     time.sleep(float(os.environ["SLOW"]))
@@ -240,7 +262,7 @@ def start_workers(url: str, tmp_path: Path, slow: float) -> subprocess.Popen[str
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     with LOGS[-1].open("a") as log:
         return start(
-            "-c", "from deployments.cli import main; main()", *command,
+            "-c", MAIN, *command,
             stderr=log.fileno(), PYTHONPATH=path, SLOW=str(slow),
         )  # fmt: skip
 
@@ -253,17 +275,16 @@ def test_workers_that_are_slow_to_start_are_waited_for_and_serving_is_said_when_
     assert lines[1].startswith("ready in ") and float(lines[1].split()[2]) > 10
     assert len(list(slow_starts.iterdir())) == 2, "none was killed for being slow"
     address = lines[2].removeprefix("serving at ").strip()
-    assert urllib.request.urlopen(f"{address}/v1/agl/health", timeout=10).status == 200
+    assert urllib.request.urlopen(f"{address}/v1/agl/health", timeout=LONG).status == 200
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0 and LOGS[-1].read_text() == ""
+    assert server.wait(LONG) == 0 and LOGS[-1].read_text() == ""
 
 
 def test_sigterm_ends_a_server_whose_workers_are_still_starting(url, tmp_path, slow_starts):
-    server = start_workers(url, tmp_path, slow=300.0)
-    while len(list(slow_starts.iterdir())) < 2:
-        time.sleep(0.05)
+    server = start_workers(url, tmp_path, slow=FOREVER)
+    wait_until(lambda: len(list(slow_starts.iterdir())) == 2)
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(LONG) == 0
 
 
 def test_a_killed_worker_is_named_and_replaced(url):
@@ -272,11 +293,9 @@ def test_a_killed_worker_is_named_and_replaced(url):
         child for child in psutil.Process(server.pid).children() if "spawn_main" in " ".join(child.cmdline())
     ]
     victim.kill()
-    deadline = time.monotonic() + 60
-    while f"worker process {victim.pid} was killed by SIGKILL; another is started" not in LOGS[-1].read_text():
-        assert time.monotonic() < deadline, LOGS[-1].read_text()
-        time.sleep(0.05)
-    assert urllib.request.urlopen(f"{address}/v1/agl/health", timeout=60).status == 200
+    told = f"worker process {victim.pid} was killed by SIGKILL; another is started"
+    wait_until(lambda: told in LOGS[-1].read_text())
+    assert urllib.request.urlopen(f"{address}/v1/agl/health", timeout=LONG).status == 200
 
 
 def test_workers_that_cannot_start_end_the_server_with_a_reason(url, tmp_path, server_logs):
@@ -285,43 +304,69 @@ def test_workers_that_cannot_start_end_the_server_with_a_reason(url, tmp_path, s
     broken = "import sys\nif '--multiprocessing-fork' in sys.orig_argv:\n    sys.exit('cannot be served')\n"
     (tmp_path / "site" / "sitecustomize.py").write_text(broken)
     server = start_workers(url, tmp_path, slow=0)
-    assert server.wait(60) == 1
+    assert server.wait(LONG) == 1
     last = LOGS[-1].read_text().splitlines()[-1]
     assert re.fullmatch(r"rollout: worker process \d+ ended with exit code 1 before it served; .*", last), last
 
 
-async def test_orphaned_workers_give_the_port_back(url):
-    port = str(free_port())
+async def test_orphaned_workers_give_the_port_back(url, port):
+    def is_free() -> bool:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", int(port)))
+                return True
+        return False
+
     server, address = serve(url, "--port", port, "--workers", "2")
     async with LightningStoreClient(address) as client:
         await client.enqueue_rollout(1)
     server.kill()
     server.communicate()
-    deadline = time.monotonic() + 20
-    while True:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", int(port)))
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
+    await until(is_free)
+
+
+TELLS_OF_WAITS = f"""
+from rollout_core.store import SqlLightningStore
+from rollout_core.store.http import listening
+
+listening.GRACE_SECONDS = {LONG}
+wait = SqlLightningStore.wait_for_rollouts
+
+async def told(self, **options):
+    print("waited for", flush=True)
+    return await wait(self, **options)
+
+SqlLightningStore.wait_for_rollouts = told
+{MAIN}
+"""
 
 
 async def test_sigterm_lets_requests_finish(url):
-    server, address = serve(url, "--port", "0")
-    async with LightningStoreClient(address, retry_delays=()) as client:
+    server, address = serve(url, "--port", "0", program=TELLS_OF_WAITS)
+    async with LightningStoreClient(address, retry_delays=(), request_timeout=2 * LONG) as client:
         rollout = await client.start_rollout(1)
         waiting = asyncio.create_task(client.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(server.stdout.readline) == "waited for\n"
         server.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        while await _is_let_in(address):
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
         async with SqlLightningStore.from_url(url) as store:
             await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
         assert len(await waiting) == 1
-    assert server.wait(20) == 0
+    assert server.wait(LONG) == 0
     assert LOGS[-1].read_text() == "", "nothing to complain about"
+
+
+async def _is_let_in(address: str) -> bool:
+    """Whether the server takes connections."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
 
 
 @pytest.mark.parametrize(
@@ -345,10 +390,10 @@ def test_bad_arguments_end_with_2_and_a_reason(tmp_path, options, reason):
 
 
 def test_a_database_that_is_away_ends_the_server_with_one_line(tmp_path):
-    command = ["-c", "from deployments.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+    command = ["-c", MAIN, "store", "serve", "--port", "0", "--database"]
     for address in ("postgresql://user:secret@127.0.0.1:1/store", f"postgresql://user:secret@/store?host={tmp_path}"):
         process = start(*command, address)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=LONG)
         assert (process.returncode, output) == (1, "")
         [line] = errors.splitlines()
         assert "could not do this now" in line and "secret" not in line

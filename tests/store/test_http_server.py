@@ -38,6 +38,7 @@ from rollout_core.store.http import listening, wire
 from rollout_core.store.http.transport import path_part
 from tests.store.conftest import FailingStore
 from tests.store.forking import leave
+from tests.store.patience import LONG, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -203,7 +204,8 @@ async def test_a_key_is_asked_for_compared_and_never_shown(make_server, caplog):
     async with aiohttp.ClientSession(server.endpoint) as web:
         assert (await ask(web, "GET", f"{AGL}/health"))[0] == 200, "probes need no key"
         assert (await ask(web, "GET", "/openapi.json"))[0] == 401
-        assert (await web.post("/v1/traces", data=b"")).status == 401
+        async with web.post("/v1/traces", data=b"") as reply:
+            assert reply.status == 401
     assert "s3cret" not in caplog.text
 
 
@@ -324,39 +326,35 @@ async def test_broken_gzip_is_a_bad_request(web, data):
 
 
 async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatch):
-    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
-    monkeypatch.setattr(listening, "UNREAD_SECONDS", 1)
+    monkeypatch.setattr(listening, "UNREAD_SECONDS", 3)
     server = await make_server()
     store = server.store
     rollout = await store.enqueue_rollout("x" * 30_000_000, rollout_id="big")
     address = (server.host, server.port)
     request = f"GET {AGL}/rollouts/big HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-    half = [socket.create_connection(address) for _ in range(50)]
-    unread = []
-    for connection in half:
-        connection.sendall(request[:20])
-    for _ in range(5):
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(address)
-        connection.sendall(request)
-        unread.append(connection)
-    async with LightningStoreClient(server.endpoint, request_timeout=5, retry_delays=()) as client:
+    async with LightningStoreClient(server.endpoint, request_timeout=LONG, retry_delays=()) as client:
+        await client.enqueue_rollout("first")  # its connection stays, and has no header to wait for any more
+        monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
+        half = [socket.create_connection(address) for _ in range(50)]
+        unread = []
+        for connection in half:
+            connection.sendall(request[:20])
+        for _ in range(5):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(address)
+            connection.sendall(request)
+            unread.append(connection)
         for n in range(50):
             await client.enqueue_rollout(n)
         for connection in half:
-            connection.settimeout(10)
+            connection.settimeout(LONG)
             assert await asyncio.to_thread(connection.recv, 1) == b"", "half a request is not waited for"
         states = [_tcp_state(connection) for connection in unread]
         assert states == [1] * 5, "established"
         # The kernel gives up on them; nothing else shows it to a client that does not read.
-        for _ in range(200):
-            await client.update_worker("w")
-            if not any(_is_held(server.port, connection) for connection in unread):
-                break
-            await asyncio.sleep(0.1)
-        else:
-            pytest.fail("connections of clients that do not read are held for ever")
+        await until(lambda: not any(_is_held(server.port, connection) for connection in unread))
+        await client.update_worker("w")
         assert (await client.get_rollout_by_id("big")).rollout_id == rollout.rollout_id
     for connection in half + unread:
         connection.close()
@@ -660,7 +658,7 @@ async def test_a_client_waits_a_tenth_of_a_second_or_as_long_as_it_takes(server,
         await asyncio.sleep(0.2)
         assert not waiting.done()
         await client.update_attempt(ids[0], "latest", status="failed")
-        assert [rollout.rollout_id for rollout in await asyncio.wait_for(waiting, 5)] == ids
+        assert [rollout.rollout_id for rollout in await asyncio.wait_for(waiting, LONG)] == ids
 
 
 @pytest.mark.parametrize("timeout", [None, 1e9])
@@ -669,7 +667,7 @@ async def test_no_request_waits_for_ever(server, web, monkeypatch, timeout):
     done, open_ = [await server.store.start_rollout(n) for n in range(2)]
     await server.store.update_attempt(done.rollout_id, "latest", status="succeeded")
     body = {"rollout_ids": [done.rollout_id, open_.rollout_id], "timeout": timeout}
-    async with asyncio.timeout(5), web.post(f"{AGL}/waits/rollouts", json=body) as reply:
+    async with asyncio.timeout(LONG), web.post(f"{AGL}/waits/rollouts", json=body) as reply:
         assert [rollout["rollout_id"] for rollout in await reply.json()] == [done.rollout_id]
         assert reply.headers[wire.UNFINISHED_HEADER] == "true"
 
@@ -717,8 +715,12 @@ async def test_children_use_the_one_store_over_http(make_server, method, kind):
     results = context.Queue()
     process = context.Process(target=_child, args=(held, results))
     process.start()
-    rollout_id, is_client, has_no_store, zero_copy = await asyncio.to_thread(results.get, timeout=60)
-    await asyncio.to_thread(process.join)
+    try:
+        rollout_id, is_client, has_no_store, zero_copy = await asyncio.to_thread(results.get, timeout=LONG)
+        await asyncio.to_thread(process.join, LONG)
+    finally:
+        process.kill()
+        results.close()
     assert process.exitcode == 0 and zero_copy
     assert is_client is (True if kind == "server" else None)
     assert has_no_store or method == "fork"
@@ -751,7 +753,8 @@ async def test_a_client_works_from_many_threads_and_loops(server):
 
 
 @pytest.mark.parametrize("mode", ["asyncio", "mp"])
-async def test_other_launch_modes_serve_too(make_server, mode):
+async def test_other_launch_modes_serve_too(make_server, mode, monkeypatch):
+    monkeypatch.setattr("rollout_core.store.http.server.START_SECONDS", LONG)  # a process imports everything anew
     server = await make_server(launch_mode=mode, n_workers=2 if mode == "mp" else 1)
     async with LightningStoreClient(server.endpoint) as client:
         rollouts = await asyncio.gather(*[client.enqueue_rollout(n) for n in range(20)])

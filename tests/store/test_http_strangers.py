@@ -16,6 +16,7 @@ from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.listening import MAX_HEADER_BYTES, MAX_HEADERS, _is_local
 from rollout_core.store.http.requests import MAX_GZIP_MEMBERS, BodyLimits, unpack_gzip
+from tests.store.patience import LONG
 
 AGL = "/v1/agl"
 JSON = {"Content-Type": "application/json"}
@@ -59,7 +60,7 @@ def pour(server, start: bytes, more: bytes, most_bytes: int) -> tuple[int, bytes
     """Send ``start`` and then ``more``, again and again, until the server no longer listens; what it took and said."""
     num_bytes = 0
     said = b""
-    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+    with socket.create_connection((server.host, server.port), timeout=LONG) as connection:
         connection.sendall(start)
         connection.setblocking(False)
         while num_bytes < most_bytes and b"\r\n\r\n" not in said:

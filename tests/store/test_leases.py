@@ -14,6 +14,7 @@ import pytest_asyncio
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.sql.leases import FORGET_SECONDS, Holding, Lease
+from tests.store import patience
 
 pytestmark = pytest.mark.asyncio
 
@@ -64,11 +65,11 @@ async def test_nothing_is_stolen_before_its_time_since_the_last_renewal(stores):
     """By the database's clock: of this machine, so that a test can read it."""
     one, other = (store.leases for store in stores)
     held = await one.take("x", "a", seconds=SHORT)
-    for _ in range(3):
-        await asyncio.sleep(SHORT / 4)
-        assert isinstance(await other.take("x", "b", seconds=SHORT), Holding)
-        renewed = time.time()
-        assert await one.renew(held, seconds=SHORT)
+    assert await one.renew(held, seconds=LONG)
+    await asyncio.sleep(1.25 * SHORT)
+    assert isinstance(await other.take("x", "b", seconds=SHORT), Holding), "of an earlier time nothing is left"
+    renewed = time.time()
+    assert await one.renew(held, seconds=SHORT)
     while isinstance(await other.take("x", "b", seconds=SHORT), Holding):
         await asyncio.sleep(0.005)
     assert time.time() - renewed >= SHORT
@@ -137,10 +138,15 @@ async def test_of_processes_that_race_for_a_lease_one_wins(postgres, tmp_path):
         )
         for name in "abcd"
     ]
-    for racer in racers:
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        racer.stdin.write("\n")
-        racer.stdin.flush()
-    won = [name for racer in racers for name in racer.communicate(timeout=120)[0].split()]
+    try:
+        for racer in racers:
+            assert racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            racer.stdin.write("\n")
+            racer.stdin.flush()
+        won = [name for racer in racers for name in racer.communicate(timeout=patience.LONG)[0].split()]
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.wait()
     assert sorted(won) == sorted(f"n{number}" for number in range(100))

@@ -7,7 +7,7 @@ import math
 
 import aiohttp
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_core.base.errors import ConfigError, NotFound
@@ -54,6 +54,7 @@ spans = part(
 )
 
 
+@settings(deadline=None)
 @given(spans)
 def test_fields_checked_are_those_of_the_model(span):
     text = json.dumps(span)
@@ -62,6 +63,7 @@ def test_fields_checked_are_those_of_the_model(span):
     assert Span.model_validate(fields) == Span.model_validate_json(text)
 
 
+@settings(deadline=None)
 @given(spans, st.data())
 def test_what_the_model_refuses_is_refused_in_the_same_place(span, data):
     name = data.draw(st.sampled_from(sorted(Span.model_fields)))
@@ -82,6 +84,7 @@ def test_what_the_model_refuses_is_refused_in_the_same_place(span, data):
     assert faults[0] == faults[1]
 
 
+@settings(deadline=None)
 @given(spans, st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
 def test_a_number_that_is_none_is_found_among_nulls(span, number, data):
     fields = CHECKED.validate_python(span)

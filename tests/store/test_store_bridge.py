@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
@@ -28,6 +30,8 @@ from rollout_core.store.bridge.queues import Message
 from rollout_core.store.bridge.running import look_at_queue, open_queue
 from rollout_core.store.bridge.sqs import SQSQueue
 from tests.gcp_server import GoogleCloud, service_account
+from tests.store.patience import FOREVER, LONG
+from tests.store.ports import own_port
 
 PROJECT = "tests"
 
@@ -119,6 +123,7 @@ def on_pubsub(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, receives: int | None
 ) -> PubSub:
     google: GoogleCloud = request.getfixturevalue("google")
+    monkeypatch.setattr(google.pubsub, "most_bytes", google.pubsub.most_bytes)  # which a test may lower
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", google.url.removeprefix("http://"))
     dead = google.pubsub.add(PROJECT, f"{name}-dead").replace("subscriptions", "topics")
     return PubSub(google, google.pubsub.add(PROJECT, name, None if receives is None else (dead, receives)), dead)
@@ -140,14 +145,16 @@ def settings(cloud: Cloud, lease: int = 20, *, bury: bool = True) -> QueueSettin
 
 
 class Flaky(InMemoryLightningStore):
-    """Away until ``back_at``; then it stores, and loses so many answers."""
+    """Away for so long from the first time that it is asked; then it stores, and loses so many answers."""
 
     def __init__(self, *, away_seconds: float = 0.0, lost_answers: int = 0) -> None:
         super().__init__()
-        self.back_at, self.lost_answers = time.monotonic() + away_seconds, lost_answers
+        self.away_seconds, self.lost_answers = away_seconds, lost_answers
+        self.asked_at: float | None = None
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        if time.monotonic() < self.back_at:
+        self.asked_at = time.monotonic() if self.asked_at is None else self.asked_at
+        if time.monotonic() - self.asked_at < self.away_seconds:
             raise Recoverable("the store is away")
         stored = await super().enqueue_many_rollouts(rollouts)
         if self.lost_answers:
@@ -156,12 +163,12 @@ class Flaky(InMemoryLightningStore):
         return stored
 
 
-async def carried(of: QueueSettings, store: Any, until: Callable[[], bool], seconds: float = 30.0) -> Bridge:
+async def carried(of: QueueSettings, store: Any, until: Callable[[], bool]) -> Bridge:
     """A bridge that has run until something holds, and was then stopped."""
     queue, stop = open_queue(of), asyncio.Event()
     bridge = Bridge(queue, store, stop)
     running = asyncio.create_task(bridge.run())
-    end = time.monotonic() + seconds
+    end = time.monotonic() + LONG
     try:
         while not running.done() and not await asyncio.to_thread(until):
             assert time.monotonic() < end, f"it did not come to that: {bridge.tally}"
@@ -205,9 +212,10 @@ async def test_each_message_is_one_rollout_whose_metadata_name_it(make: Make) ->
 
 
 async def test_leases_are_renewed_while_the_store_is_away(make: Make) -> None:
-    cloud, store = make(), Flaky(away_seconds=5.0)
+    # They are renewed two seconds or a little more after the last time; a machine may be late by as many.
+    cloud, store = make(), Flaky(away_seconds=6.0)
     cloud.send(rows(range(25)))
-    bridge = await carried(settings(cloud, lease=2), store, lambda: cloud.left() == 0)
+    bridge = await carried(settings(cloud, lease=5), store, lambda: cloud.left() == 0)
     assert await inputs_of(store) == as_inputs(range(25))
     assert bridge.tally.received == bridge.tally.stored == 25, "no lease ended meanwhile"
 
@@ -256,8 +264,11 @@ async def test_what_the_dead_letters_do_not_take_is_left_to_the_queues_own_polic
 
 
 async def test_a_pull_is_empty_only_where_a_service_was_asked_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PULL", "CONNECT", "CALL"):
-        monkeypatch.setattr(f"rollout_core.store.bridge.pubsub.{name}_SECONDS", 0.3)
+    def wait_for(**seconds: float) -> None:
+        for name, value in seconds.items():
+            monkeypatch.setattr(f"rollout_core.store.bridge.pubsub.{name}_SECONDS", value)
+
+    wait_for(PULL=0.3, CONNECT=LONG, CALL=LONG)
     said = b""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -277,9 +288,11 @@ async def test_a_pull_is_empty_only_where_a_service_was_asked_and_says_nothing(m
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         assert await received(port) == []
+        wait_for(PULL=LONG, CALL=0.3)
         said = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
         with pytest.raises(Recoverable, match="does not answer in time"):
             await received(port)
+    wait_for(CONNECT=0.3, CALL=LONG)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
         with pytest.raises(Recoverable, match="does not answer in time: Connection timeout"):
             await received(full.getsockname()[1])
@@ -289,11 +302,11 @@ async def test_a_stopped_bridge_gives_back_what_it_could_not_store(make: Make) -
     cloud = make()
     cloud.send(rows(range(10)))
     stopped = await carried(
-        settings(cloud, lease=600), Flaky(away_seconds=600.0), lambda: cloud.left() == 10 and wait(1.0)
+        settings(cloud, lease=int(FOREVER)), Flaky(away_seconds=FOREVER), lambda: cloud.left() == 10 and wait(1.0)
     )
     assert stopped.tally.stored == 0 and cloud.left() == 10
     store = InMemoryLightningStore()
-    await carried(settings(cloud), store, lambda: cloud.left() == 0, seconds=10.0)
+    await carried(settings(cloud), store, lambda: cloud.left() == 0)
     assert await inputs_of(store) == as_inputs(range(10))
 
 
@@ -354,8 +367,12 @@ async def test_a_bridge_waits_for_a_queue_and_a_store_that_start_later(
     assert asked == {"the queue": 3, "the store": 4}
     assert caplog.text.count("the queue starts; trying again until it answers, for 60 s at most") == 1
     asked.clear()
-    with pytest.raises(Recoverable, match=r"has not answered for 0 s: the queue starts"):
-        await bridge.begin(0.1)
+    with monkeypatch.context() as patch:
+        # Of a clock that this machine does not hold up: 0.1 s have passed at the second try.
+        moments = itertools.count()
+        patch.setattr("rollout_core.store.bridge.bridge.time", SimpleNamespace(monotonic=lambda: 0.06 * next(moments)))
+        with pytest.raises(Recoverable, match=r"has not answered for 0 s: the queue starts"):
+            await bridge.begin(0.1)
     asked.clear()
     bridge = Bridge(queue, Starting(), stop := asyncio.Event())
     stop.set()
@@ -366,6 +383,7 @@ async def test_a_bridge_waits_for_a_queue_and_a_store_that_start_later(
         async def query_rollouts(self, *_: Any, **__: Any) -> Any:
             await asyncio.Event().wait()
 
+    asked["the queue"] = 2  # it answers from now on
     monkeypatch.setattr("rollout_core.store.bridge.bridge.LAST_CALL_SECONDS", 0.1)
     with pytest.raises(Recoverable, match="or the store has not answered within 1 s"):
         await Bridge(queue, Silent(), asyncio.Event()).begin(0.9)
@@ -459,24 +477,26 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.fixture
+def port() -> Iterator[str]:
+    with own_port() as port:
+        yield str(port)
+
+
 @pytest.mark.parametrize("make", [pytest.param("sqs", marks=pytest.mark.campaign), "pubsub"], indirect=True)
 async def test_a_thousand_messages_come_once_each_though_bridges_are_killed_and_the_store_is_away(
-    make: Make, tmp_path: Path
+    make: Make, tmp_path: Path, port: str
 ) -> None:
     # moto takes the longer for each call the more messages there are: a minute and a half in all.
     cloud, draw, database = make(), random.Random(3), f"sqlite:///{tmp_path}/fed.db"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     serve = ("serve", "--database", database, "--port", port)
     bridge = ("bridge", "--queue", cloud.address, "--server", f"http://127.0.0.1:{port}")
     settings = {"ROLLOUT_QUEUE_LEASE_SECONDS": "10", "ROLLOUT_QUEUE_DEAD_LETTER": cloud.dead_letter}
-    server = start(*serve)
-    assert "serving at" in line_of(server)
-    bridges = [start(*bridge, **settings) for _ in range(2)]
-    assert all("refused" in line_of(one) for one in bridges)
-    kills = 0
+    server, bridges, kills = start(*serve), [], 0
     try:
+        assert "serving at" in line_of(server)
+        bridges += [start(*bridge, **settings) for _ in range(2)]
+        assert all("refused" in line_of(one) for one in bridges)
         for begin in range(0, 1000, 100):
             await asyncio.to_thread(cloud.send, [*rows(range(begin, begin + 100)), f"poison {begin}"])
             await asyncio.sleep(draw.uniform(0.0, 0.3))
@@ -491,13 +511,13 @@ async def test_a_thousand_messages_come_once_each_though_bridges_are_killed_and_
             if begin == 700:
                 await asyncio.sleep(3.0)
                 server = start(*serve)
-        end = time.monotonic() + 90
+        end = time.monotonic() + LONG
         while await asyncio.to_thread(cloud.left):
             assert time.monotonic() < end and all(one.poll() is None for one in bridges), cloud.left()
             await asyncio.sleep(0.2)
         for one in bridges:
             one.send_signal(signal.SIGTERM)
-        told = [one.communicate(timeout=30)[0] for one in bridges]
+        told = [one.communicate(timeout=LONG)[0] for one in bridges]
     finally:
         for one in (server, *bridges):
             one.kill()

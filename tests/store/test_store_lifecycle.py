@@ -6,7 +6,7 @@ from itertools import product
 from typing import get_args
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rollout_core.store import (
     AttemptStatus,
@@ -63,6 +63,7 @@ def test_the_rollout_follows_its_latest_attempt_as_documented(attempt, expected)
     assert after == [status if new == "." else new for status, new in zip(before, expected.split(), strict=True)]
 
 
+@settings(deadline=None)
 @given(rollout=st.sampled_from(ROLLOUT_STATUSES), number=st.integers(1, 5), config=configs)
 def test_a_lost_or_failed_attempt_is_retried_exactly_when_the_config_says_so(rollout, number, config):
     for status in ("failed", "timeout", "unresponsive"):
@@ -70,6 +71,7 @@ def test_a_lost_or_failed_attempt_is_retried_exactly_when_the_config_says_so(rol
         assert life.rollout_status_after(rollout, status, number, config) == ("requeuing" if retry else "failed")
 
 
+@settings(deadline=None)
 @given(config=configs, start=times, silence=st.none() | times, now=times)
 def test_nothing_is_lost_before_its_alarm(config, start, silence, now):
     heartbeat = None if silence is None else start + silence
@@ -78,6 +80,7 @@ def test_nothing_is_lost_before_its_alarm(config, start, silence, now):
         assert alarm is not None and alarm <= now
 
 
+@settings(deadline=None)
 @given(config=configs, start=times, first=times, later=times)
 def test_a_later_heartbeat_never_brings_the_alarm_forward(config, start, first, later):
     heartbeat = start + first
@@ -86,6 +89,7 @@ def test_a_later_heartbeat_never_brings_the_alarm_forward(config, start, first, 
     assert early is None or early <= late
 
 
+@settings(deadline=None)
 @given(config=configs, start=times, now=times)
 def test_an_attempt_without_limits_is_never_lost(config, start, now):
     free = config.model_copy(update={"timeout_seconds": None, "unresponsive_seconds": None})
@@ -100,6 +104,7 @@ def test_the_fence_lets_only_the_live_latest_attempt_of_an_open_rollout_through(
         assert life.fence("a", "b", attempt, rollout) is not None
 
 
+@settings(deadline=None)
 @given(status=st.sampled_from(ATTEMPT_STATUSES), previous=st.none() | times, now=times)
 def test_end_times_mark_ends_and_keep_the_first(status, previous, now):
     end = life.attempt_end_time(status, previous, now)

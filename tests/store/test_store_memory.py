@@ -25,6 +25,7 @@ from rollout_core.store import (
 )
 from rollout_core.store.loops import LoopLock
 from tests.store.forking import leave
+from tests.store.patience import LONG
 
 pytestmark = pytest.mark.asyncio
 
@@ -206,7 +207,7 @@ async def test_threads_with_loops_of_their_own_share_a_store(make_store):
     waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
     for thread in threads:
         thread.start()
-    assert len(await asyncio.wait_for(waiting, 60)) == 300
+    assert len(await asyncio.wait_for(waiting, LONG)) == 300
     for thread in threads:
         await asyncio.to_thread(thread.join)
     assert sorted(results) == sorted([*ids, "counted"])
@@ -235,8 +236,8 @@ async def test_a_cancelled_waiter_does_not_keep_the_lock():
             await asyncio.sleep(0)
         tasks[1].cancel()
         tasks[2].cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-        await asyncio.wait_for(enter(9), 5)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LONG)
+        await asyncio.wait_for(enter(9), LONG)
     assert entered.count(9) == 6 and entered.count(0) == entered.count(3) == 6
 
 
@@ -248,7 +249,7 @@ async def test_a_closed_loop_does_not_keep_the_lock():
         await asyncio.to_thread(other.run_until_complete, asyncio.sleep(0.01))
         assert not waiting.done()
         other.close()
-    async with asyncio.timeout(5), lock:
+    async with asyncio.timeout(LONG), lock:
         pass
 
 
@@ -295,7 +296,7 @@ def _child_of_fork(store, results) -> None:
         await store.enqueue_rollout(2)
         return len(await store.query_rollouts())
 
-    results.put(asyncio.run(asyncio.wait_for(enqueue_and_count(), 10)))
+    results.put(asyncio.run(asyncio.wait_for(enqueue_and_count(), LONG / 2)))
     leave()
 
 
@@ -309,7 +310,7 @@ async def test_a_forked_child_works_on_a_copy_even_if_the_lock_was_held(make_sto
     lock = store._lock if isinstance(store, LightningStoreThreaded) else store.collections.atomic()
     async with lock:
         child.start()
-    await asyncio.to_thread(child.join, 20)
+    await asyncio.to_thread(child.join, LONG)
     assert child.exitcode == 0
     assert results.get() == 2
     assert len(await store.query_rollouts()) == 1

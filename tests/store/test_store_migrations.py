@@ -22,6 +22,8 @@ from rollout_core.store.sql import by_url, sqlite
 from rollout_core.store.sql.database import REVISIONS
 from rollout_core.store.sql.postgres_server import connect
 from rollout_core.store.sql.tables import metadata
+from tests import forked
+from tests.store.patience import LONG
 
 pytestmark = pytest.mark.asyncio
 
@@ -50,7 +52,7 @@ async def _run(url: str, *statements: str) -> None:
         connection.executescript(";".join(statements))
         connection.close()
     else:
-        with connect(url, 5) as server:
+        with connect(url, LONG) as server:
             for statement in statements:
                 server.execute(statement.encode())
 
@@ -79,7 +81,7 @@ async def test_the_migrations_make_the_tables_that_the_code_declares(empty):
         with create_engine(empty).connect() as connection:
             assert _differences(connection) == []
     else:
-        engine = create_engine("postgresql+psycopg://", creator=lambda: connect(empty, 5), poolclass=NullPool)
+        engine = create_engine("postgresql+psycopg://", creator=lambda: connect(empty, LONG), poolclass=NullPool)
         with engine.connect() as connection:
             assert _differences(connection) == []
     assert "has the present schema" in by_url.migrate(empty)
@@ -107,22 +109,22 @@ async def test_opening_a_store_upgrades_it(empty):
 
 
 async def test_rollouts_are_counted_in_the_present_schema_alone(empty, make):
-    assert by_url.count_all(empty, 5) is None
+    assert by_url.count_all(empty, LONG) is None
     async with SqlLightningStore.from_url(empty) as store:
         await make.claimed(store)
         await store.enqueue_rollout(2)
-        found = by_url.count_all(empty, 5)
+        found = by_url.count_all(empty, LONG)
     assert found is not None and (found.attempts, found.spans) == (1, 0)
     assert {name: count for name, count in found.rollouts.items() if count} == {"preparing": 1, "queuing": 1}
     await _downgrade(empty)
-    assert by_url.count_all(empty, 5) is None
+    assert by_url.count_all(empty, LONG) is None
     assert by_url.migrate(empty).endswith(f"was brought from schema 0001 to {REVISIONS[-1]}"), "looking changed nothing"
 
 
 async def test_a_newer_schema_is_refused_untouched(empty):
     by_url.migrate(empty)
     await _run(empty, "UPDATE alembic_version SET version_num = '0099'")
-    for opening in (by_url.migrate, SqlLightningStore.from_url, lambda url: by_url.count_all(url, 5)):
+    for opening in (by_url.migrate, SqlLightningStore.from_url, lambda url: by_url.count_all(url, LONG)):
         with pytest.raises(ConfigError, match=r"revision 0099.*newer version"):
             opening(empty)
 
@@ -134,8 +136,9 @@ async def test_a_database_of_another_program_is_refused_untouched(empty):
             opening(empty)
 
 
-async def test_a_schema_of_its_own_keeps_the_store_apart(postgres):
+async def test_a_schema_of_its_own_keeps_the_store_apart(postgres, request):
     url = postgres.new_database("shared")
+    request.addfinalizer(lambda: postgres.run_sql("DROP DATABASE shared WITH (FORCE)"))
     await _run(url, "CREATE TABLE theirs (x int)", "CREATE SCHEMA ours")
     async with SqlLightningStore.from_url(f"{url}&search_path=ours") as store:
         await store.enqueue_rollout(1)
@@ -150,10 +153,10 @@ async def test_processes_may_create_or_upgrade_at_the_same_time(empty):
             await prepare(empty)
         program = "import sys; from rollout_core.store.sql.by_url import migrate; print(migrate(sys.argv[1]))"
         children = [
-            subprocess.Popen([sys.executable, "-c", program, empty], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            forked.Process([sys.executable, "-c", program, empty], stdout=subprocess.PIPE, text=True, cwd=ROOT)
             for _ in range(4)
         ]
-        outputs = [(await asyncio.to_thread(child.communicate, timeout=60))[0] for child in children]
+        outputs = [(await asyncio.to_thread(child.communicate, timeout=LONG))[0] for child in children]
         assert [child.returncode for child in children] == [0] * 4
         assert sum("has the present schema" not in output for output in outputs) == 1, outputs
 

@@ -167,9 +167,15 @@ class StoreAgainstModel(RuleBasedStateMachine):
         return self.loop.run_until_complete(call)
 
     def teardown(self) -> None:
-        if hasattr(self, "store"):
-            self.compare()
-            self.do(self.store.close())
+        if not hasattr(self, "folder"):
+            return
+        try:
+            if hasattr(self, "store"):
+                try:
+                    self.compare()
+                finally:
+                    self.do(self.store.close())
+        finally:
             self.loop.close()
             shutil.rmtree(self.folder)
 

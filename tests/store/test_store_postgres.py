@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,9 @@ from rollout_core.store import (
 from rollout_core.store.sql import group_commit, postgres as postgres_sessions, store as sql_store
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.postgres_server import connect, is_lost
+from tests import forked
 from tests.store.forking import leave
+from tests.store.patience import FOREVER, LONG, until
 from tests.store.postgres import DATABASE, PostgresServer
 
 pytestmark = pytest.mark.asyncio
@@ -42,7 +45,7 @@ def url(postgres, tmp_path) -> str:
 
 
 def start_child(task: str, *arguments: str) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
+    child = forked.Process(
         [sys.executable, str(CHILD), task, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -55,17 +58,27 @@ def start_child(task: str, *arguments: str) -> subprocess.Popen[str]:
 def start_together(task: str, url: str, arguments: list[str]) -> list[subprocess.Popen[str]]:
     """Children that begin at the same time."""
     children = [start_child(task, url, argument) for argument in arguments]
+    go_on_together(children, "ready")
+    return children
+
+
+def go_on_together(children: list[subprocess.Popen[str]], word: str) -> None:
+    """Let children go on that stop at this word, once all have come to it."""
     for child in children:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        assert child.stdout is not None and child.stdout.readline() == f"{word}\n"
     for child in children:
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    return children
+
+
+async def someone_waits(store: SqlLightningStore) -> None:
+    """Until a caller of the store has looked for its rollouts, and waits to hear of those that are open."""
+    await until(lambda: any(one._open for those in [*store._waiters._by_rollout.values()] for one in [*those]))
 
 
 def output_of(child: subprocess.Popen[str]) -> list[list[str]]:
-    output, _ = child.communicate(timeout=120)
+    output, _ = child.communicate(timeout=LONG)
     assert child.returncode == 0, output
     return [line.split() for line in output.splitlines()]
 
@@ -89,6 +102,7 @@ async def test_processes_share_one_queue_without_double_claims(postgres, url):
     async with SqlLightningStore.from_url(url) as store:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=id, rollout_id=id) for id in ids])
         children = start_together("drain", url, ["1", "1", "7"])
+        go_on_together(children, "claimed")
         shares = [[id for (id,) in await asyncio.to_thread(output_of, child)] for child in children]
         assert sorted(id for share in shares for id in share) == sorted(ids)
         assert sum(bool(share) for share in shares) >= 2
@@ -134,29 +148,39 @@ async def test_everything_acknowledged_survives_crashes_of_the_server(postgres, 
     assert {id for id, _ in claims} == set(stored)
 
 
+@pytest.fixture
+def no_second_look(monkeypatch):
+    """Who waits hears of an end, or of none before the test has failed."""
+    monkeypatch.setattr(sql_store, "LOOK_SECONDS", FOREVER)
+
+
+@pytest.mark.usefixtures("no_second_look")
 async def test_a_waiter_hears_of_what_another_process_finished(url):
     async with SqlLightningStore.from_url(url) as store:
         rollout = await store.start_rollout(1)
         waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await someone_waits(store)
         await asyncio.to_thread(output_of, start_child("finish", url, rollout.rollout_id))
-        [finished] = await asyncio.wait_for(waiting, 5)
+        [finished] = await asyncio.wait_for(waiting, LONG)
         assert finished.status == "succeeded"
 
 
+@pytest.mark.usefixtures("no_second_look")
 async def test_notices_of_other_programs_are_passed_over(postgres, url, caplog):
     async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
         rollout = await store.enqueue_rollout(1)
         waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
-        await asyncio.sleep(0.3)
+        await someone_waits(store)
         listener = store._database._listener
         for payload in ("hello", "3", "[[]]", "null"):
             postgres.run_sql(f"NOTIFY rollout_public, '{payload}'", DATABASE)
         await other.update_rollout(rollout.rollout_id, status="cancelled")
-        assert len(await asyncio.wait_for(waiting, 5)) == 1
+        assert len(await asyncio.wait_for(waiting, LONG)) == 1
         assert store._database._listener is listener and listener.is_alive
     assert "is not of this store: 'hello'" in caplog.text
 
 
+@pytest.mark.usefixtures("no_second_look")
 @pytest.mark.parametrize("length", [55, 56, 63])
 async def test_a_schema_of_any_name_has_its_waiters_told(postgres, url, length):
     schema = f"s{length:0>{length - 1}}"
@@ -166,13 +190,14 @@ async def test_a_schema_of_any_name_has_its_waiters_told(postgres, url, length):
         async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
             rollout = await store.start_rollout(1)
             waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
-            await asyncio.sleep(0.3)
+            await someone_waits(store)
             await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
-            assert len(await asyncio.wait_for(waiting, 5)) == 1
+            assert len(await asyncio.wait_for(waiting, LONG)) == 1
     finally:
         postgres.run_sql(f"DROP SCHEMA {schema} CASCADE", DATABASE)
 
 
+@pytest.mark.usefixtures("no_second_look")
 async def test_waiting_asks_the_server_nothing(url):
     async with (
         SqlLightningStore.from_url(url, scan_debounce_seconds=60) as store,
@@ -181,7 +206,7 @@ async def test_waiting_asks_the_server_nothing(url):
         rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x" * 50) for _ in range(300)])
         ids = [rollout.rollout_id for rollout in rollouts]
         waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
-        await asyncio.sleep(0.3)
+        await someone_waits(store)
         reads = 0
         read = store._database.read
 
@@ -195,7 +220,7 @@ async def test_waiting_asks_the_server_nothing(url):
         assert reads == 0
         for id in ids:
             await other.update_rollout(id, status="cancelled")
-        assert len(await asyncio.wait_for(waiting, 5)) == 300
+        assert len(await asyncio.wait_for(waiting, LONG)) == 300
 
 
 async def test_a_waiter_looks_again_when_the_notice_was_lost(url, monkeypatch):
@@ -203,10 +228,10 @@ async def test_a_waiter_looks_again_when_the_notice_was_lost(url, monkeypatch):
     async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
         rollout = await store.start_rollout(1)
         waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
-        await asyncio.sleep(0.3)
+        await someone_waits(store)
         other._database._channel = "nobody_listens"
         await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
-        assert len(await asyncio.wait_for(waiting, 10)) == 1
+        assert len(await asyncio.wait_for(waiting, LONG)) == 1
 
 
 async def test_a_process_knows_its_own_notices_by_no_number_that_another_may_get(url):
@@ -217,8 +242,7 @@ async def test_a_process_knows_its_own_notices_by_no_number_that_another_may_get
         store._database._hooks = store._database._hooks._replace(on_finished=heard.extend)
         await store.update_attempt(mine.rollout_id, "latest", status="succeeded")
         await other.update_attempt(others.rollout_id, "latest", status="succeeded")
-        for _ in range(100):
-            await asyncio.sleep(0.02 if not heard else 0)
+        await until(lambda: heard)  # what was said before has been heard before
         assert others.rollout_id in heard and mine.rollout_id not in heard
         # A server that was started again gives out the numbers of sessions from the beginning.
         pids = [writer._connection.info.backend_pid for writer in store._database._writers if writer._connection]
@@ -263,7 +287,7 @@ async def test_a_forked_child_and_its_parent_both_go_on(url):
             child.start()
         await asyncio.gather(*busy)
         for child in children:
-            await asyncio.to_thread(child.join, 30)
+            await asyncio.to_thread(child.join, LONG)
         assert [child.exitcode for child in children] == [0, 0, 0]
         stored = {rollout.rollout_id for rollout in await store.query_rollouts()}
         assert stored == {"before", *(f"parent-{n}" for n in range(50)), *(f"child-{n}" for n in range(3))}
@@ -274,17 +298,19 @@ async def test_a_store_that_has_waited_is_closed_while_a_forked_child_lives(url)
     store = SqlLightningStore.from_url(url)
     rollout = await store.enqueue_rollout(1)
     await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=0.1)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     child.start()
     try:
-        await asyncio.wait_for(store.close(), 5)
+        await asyncio.wait_for(store.close(), LONG)
+        assert child.is_alive()
     finally:
         child.kill()
+        child.join()
 
 
 async def test_a_fork_waits_for_no_transaction_and_the_child_leaves_its_parents_connections_alone(url):
     lines = {name: values for name, *values in await asyncio.to_thread(output_of, start_child("fork", url))}
-    assert lines["quick"] == ["True"]
+    assert lines["beside"] == ["True"]
     status, *sessions_before = lines["child"]
     assert status == "0"
     assert set(sessions_before) <= set(lines["after"]), "none was ended"
@@ -388,12 +414,13 @@ async def test_connections_cut_while_idle_are_replaced_unnoticed(postgres, url):
         assert len(await store.query_rollouts()) == 2
 
 
-async def test_connections_that_the_server_finds_idle_for_too_long_are_replaced_unnoticed(url):
-    async with SqlLightningStore.from_url(f"{url}&idle_session_timeout=300") as store:
+async def test_connections_that_the_server_finds_idle_for_too_long_are_replaced_unnoticed(postgres, url):
+    sessions = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'rollout'"
+    async with SqlLightningStore.from_url(f"{url}&idle_session_timeout=1000") as store:
         for n in range(2):
             await store.enqueue_rollout(n)
             assert len(await store.query_rollouts()) == n + 1
-            await asyncio.sleep(0.6)
+            await until(lambda: not postgres.run_sql(sessions))
 
 
 @pytest.mark.parametrize("state", ["57P04", "57P05", "25P03", "25P04"])
@@ -401,14 +428,15 @@ async def test_a_connection_that_the_server_ends_is_lost(state):
     assert is_lost(psycopg.errors.lookup(state)("ended"))
 
 
+@pytest.mark.usefixtures("no_second_look")
 async def test_a_waiter_outlives_its_connection(postgres, url):
     async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
         rollout = await store.start_rollout(1)
         waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
-        await asyncio.sleep(0.2)
+        await someone_waits(store)
         postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
         await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
-        assert len(await asyncio.wait_for(waiting, 10)) == 1
+        assert len(await asyncio.wait_for(waiting, LONG)) == 1
 
 
 def sleep_at_server(seconds: float) -> Callable[[Transaction], object]:
@@ -419,19 +447,18 @@ async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
     async with SqlLightningStore.from_url(url) as store:
         for _ in range(8):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(store._database.read(sleep_at_server(20)), 0.05)
-        started = time.monotonic()
+                await asyncio.wait_for(store._database.read(sleep_at_server(FOREVER)), 0.05)
         for _ in range(8):
-            assert len(await store.query_rollouts()) == 0
-        assert time.monotonic() - started < 5
+            assert len(await asyncio.wait_for(store.query_rollouts(), LONG)) == 0
 
 
 async def test_a_long_read_does_not_hold_up_the_end_of_the_store(url, monkeypatch):
     monkeypatch.setattr(group_commit, "CLOSE_SECONDS", 0.5)
     store = SqlLightningStore.from_url(url)
-    reads = [asyncio.create_task(store._database.read(sleep_at_server(seconds))) for seconds in (0.1, *[20] * 6)]
-    await asyncio.sleep(0.2)
-    await asyncio.wait_for(store.close(), 10)
+    times = (0.1, *[FOREVER] * 6)
+    reads = [asyncio.create_task(store._database.read(sleep_at_server(seconds))) for seconds in times]
+    await reads[0]
+    await asyncio.wait_for(store.close(), LONG)
     outcomes = await asyncio.gather(*reads, return_exceptions=True)
     assert outcomes[0] == [(1,)]
     assert [type(outcome) for outcome in outcomes[1:]] == [Fatal] * 6
@@ -442,15 +469,21 @@ async def test_rows_that_another_program_holds_are_recoverable(url):
         rollout = await store.start_rollout(1)
         other = SqlLightningStore.from_url(url)
 
+        held, released = threading.Event(), threading.Event()
+
         def hold(tx) -> None:
             tx.rows("SELECT key FROM rollouts r WHERE rollout_id = ? {lock}", rollout.rollout_id)
-            time.sleep(1)
+            held.set()
+            released.wait(LONG)
 
         holding = asyncio.create_task(other._database.write(hold))
-        await asyncio.sleep(0.3)
-        with pytest.raises(Recoverable, match="lock timeout"):
-            await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
-        await store.enqueue_rollout(2)
+        try:
+            assert await asyncio.to_thread(held.wait, LONG)
+            with pytest.raises(Recoverable, match="lock timeout"):
+                await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+            await store.enqueue_rollout(2)
+        finally:
+            released.set()
         await holding
         await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
         await other.close()

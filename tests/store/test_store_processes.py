@@ -18,8 +18,11 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig, SqlLightningStore
+from rollout_core.store.sql import store as sql_store
 from rollout_core.store.sql.database import REVISIONS
+from tests import forked
 from tests.store.forking import leave
+from tests.store.patience import FOREVER, LONG
 
 pytestmark = pytest.mark.asyncio
 
@@ -28,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start_child(task: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return forked.Process(
         [sys.executable, str(CHILD), task, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -39,9 +42,22 @@ def start_child(task: str, *arguments: str) -> subprocess.Popen[str]:
 
 def run_child(task: str, *arguments: str) -> list[list[str]]:
     child = start_child(task, *arguments)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=LONG)
     assert child.returncode == 0, output
     return [line.split() for line in output.splitlines()]
+
+
+def next_write(store: SqlLightningStore) -> threading.Event:
+    """Set when the store begins its next transaction that writes: what it holds can no longer be withdrawn."""
+    [writer] = store._database._writers
+    begin, began = writer.begin, threading.Event()
+
+    def told() -> None:
+        began.set()
+        begin()
+
+    writer.begin = told
+    return began
 
 
 # Durability
@@ -56,7 +72,7 @@ async def test_everything_acknowledged_survives_sigkill(url):
         time.sleep(0.01 * turn)
         child.send_signal(signal.SIGKILL)
         rest = child.stdout.read()  # ``communicate`` would lose what ``readline`` has read ahead
-        child.communicate(timeout=30)
+        child.communicate(timeout=LONG)
         # The kill may cut the last line short; only whole lines were acknowledged.
         acknowledged += [line.split() for line in rest.splitlines(keepends=True) if line.endswith("\n")]
     async with SqlLightningStore.from_url(url) as store:
@@ -108,11 +124,16 @@ async def test_processes_share_one_queue_without_double_claims(url):
             assert child.stdin is not None
             child.stdin.write("go\n")
             child.stdin.flush()
+        for child in children:
+            assert child.stdout.readline() == "claimed\n"
+        for child in children:
+            child.stdin.write("go on\n")
+            child.stdin.flush()
         mine = []
         while (claimed := await store.dequeue_rollout("parent")) is not None:
             mine.append(claimed.rollout_id)
             await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded", fenced=True)
-        shares = [mine] + [child.communicate(timeout=60)[0].split() for child in children]
+        shares = [mine] + [child.communicate(timeout=LONG)[0].split() for child in children]
         assert all(child.returncode == 0 for child in children)
         assert sorted(id for share in shares for id in share) == sorted(ids)
         assert sum(bool(share) for share in shares) >= 2
@@ -125,14 +146,14 @@ async def test_a_waiter_sees_what_another_process_finished(url):
         rollout = await store.start_rollout(1)
         waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
         await asyncio.to_thread(run_child, "finish", url, rollout.rollout_id)
-        [finished] = await asyncio.wait_for(waiting, 5)
+        [finished] = await asyncio.wait_for(waiting, LONG)
         assert finished.status == "succeeded"
 
 
 async def test_processes_may_open_a_new_file_at_the_same_time(url):
     children = [start_child("drain", url, "1") for _ in range(4)]
     for child in children:
-        child.communicate("go\n", timeout=60)
+        child.communicate("go\n", timeout=LONG)
     assert [child.returncode for child in children] == [0] * 4
 
 
@@ -185,7 +206,7 @@ async def test_a_forked_child_and_its_parent_both_go_on(url):
             child.start()
         await asyncio.gather(*busy)
         for child in children:
-            await asyncio.to_thread(child.join, 30)
+            await asyncio.to_thread(child.join, LONG)
         assert [child.exitcode for child in children] == [0, 0, 0]
         stored = {rollout.rollout_id for rollout in await store.query_rollouts()}
         assert stored == {"before", *(f"parent-{n}" for n in range(50)), *(f"child-{n}" for n in range(3))}
@@ -229,7 +250,7 @@ def _fork_in_threads(url: str) -> None:
 async def test_a_process_that_writes_and_waits_can_be_forked_by_any_of_its_threads(url):
     program = multiprocessing.get_context("fork").Process(target=_fork_in_threads, args=(url,))
     program.start()
-    await asyncio.to_thread(program.join, 30)
+    await asyncio.to_thread(program.join, LONG)
     program.kill()
     assert program.exitcode == 0
 
@@ -251,8 +272,9 @@ async def test_a_dequeue_gives_its_claim_back_however_often_it_is_cancelled(url,
         await store.enqueue_rollout(1, rollout_id="a")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
+        began = next_write(store)
         task = asyncio.create_task(store.dequeue_rollout("w"))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(began.wait, LONG)
         for _ in range(num_cancels):
             task.cancel()
             await asyncio.sleep(0.02)
@@ -266,22 +288,23 @@ async def test_a_dequeue_gives_its_claim_back_however_often_it_is_cancelled(url,
 
 async def test_a_program_that_ends_waits_until_a_cancelled_dequeue_has_given_its_claim_back(url, tmp_path):
     async def program() -> None:
-        store = SqlLightningStore.from_url(url)
         await store.enqueue_rollout(1, rollout_id="a")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None, check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
+        began = next_write(store)
         task = asyncio.create_task(store.dequeue_rollout("w"))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(began.wait, LONG)
         task.cancel()
         await asyncio.sleep(0)  # next, ``asyncio.run`` cancels all that is left
         threading.Timer(0.3, let_go, [other]).start()
 
     def let_go(other: sqlite3.Connection) -> None:
-        other.close()
         released.set()
+        other.close()
 
-    released = threading.Event()
+    released, store = threading.Event(), SqlLightningStore.from_url(url, busy_timeout_seconds=LONG)
     await asyncio.to_thread(asyncio.run, program())
+    await store.close()
     assert released.is_set(), "the program waited"
     async with SqlLightningStore.from_url(url) as store:
         assert (await store.get_rollout_by_id("a")).status == "queuing"
@@ -311,7 +334,9 @@ async def test_concurrent_calls_share_commits(url):
         [writer] = store._database._writers
         with writer.lock:
             writer._connected().set_trace_callback(count)
-        await asyncio.gather(*[store.enqueue_rollout(n) for n in range(200)])
+            calls = [asyncio.create_task(store.enqueue_rollout(n)) for n in range(200)]
+            await asyncio.sleep(0)  # all are handed over, however fast the writer's thread is
+        await asyncio.gather(*calls)
         assert 1 <= commits < 50
 
 
@@ -328,13 +353,13 @@ async def test_a_closed_store_says_so(url):
 
 
 async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
-    long = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 100000000) SELECT COUNT(*) FROM n"
+    endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT 1 FROM n) SELECT COUNT(*) FROM n"
     async with SqlLightningStore.from_url(url) as store:
         for _ in range(4):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(store._database.read(lambda tx: tx.rows(long)), 0.1)
+                await asyncio.wait_for(store._database.read(lambda tx: tx.rows(endless)), 0.1)
         for _ in range(4):
-            assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 0
+            assert len(await asyncio.wait_for(store.query_rollouts(), LONG)) == 0
 
 
 async def test_a_thread_that_cannot_be_started_breaks_nothing(url, monkeypatch):
@@ -347,8 +372,8 @@ async def test_a_thread_that_cannot_be_started_breaks_nothing(url, monkeypatch):
             for call in (store.enqueue_rollout(1), store.get_rollout_by_id("a")):
                 with pytest.raises(Recoverable, match="no thread"):
                     await call
-        await asyncio.wait_for(store.enqueue_rollout(1), 5)
-        assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 1
+        await asyncio.wait_for(store.enqueue_rollout(1), LONG)
+        assert len(await asyncio.wait_for(store.query_rollouts(), LONG)) == 1
 
 
 # Trouble with the file
@@ -382,18 +407,17 @@ async def test_a_file_held_by_another_process_is_recoverable(url, tmp_path):
         other.close()
 
 
-async def test_calls_that_wait_hold_up_no_reads_while_another_process_holds_the_file(url, tmp_path):
-    async with SqlLightningStore.from_url(url) as store:
+async def test_calls_that_wait_hold_up_no_reads_while_another_process_holds_the_file(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(sql_store, "WATCH_SECONDS", FOREVER)
+    async with SqlLightningStore.from_url(url, busy_timeout_seconds=FOREVER) as store:
         rollouts = [await store.enqueue_rollout(n) for n in range(4)]
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         writing = asyncio.create_task(store.enqueue_rollout(4))
         waiting = [asyncio.create_task(store.wait_for_rollouts(rollout_ids=[one.rollout_id])) for one in rollouts]
         await asyncio.sleep(0.3)
-        started = time.monotonic()
-        for _ in range(5):
-            assert await store.get_rollout_by_id(rollouts[0].rollout_id) is not None
-        assert time.monotonic() - started < 1
+        for _ in range(5):  # who waits for the file waits longer than that
+            assert await asyncio.wait_for(store.get_rollout_by_id(rollouts[0].rollout_id), LONG) is not None
         other.execute("ROLLBACK")
         other.close()
         await writing
@@ -412,10 +436,16 @@ async def test_reads_do_without_the_watchdog_while_another_process_holds_the_fil
         now[0] += 11
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        started = time.monotonic()
+        write, looks = store._write, []
+
+        def counted(operation):
+            looks.append(operation)
+            return write(operation)
+
+        store._write = counted
         for _ in range(20):
             assert (await store.get_rollout_by_id("a")).status == "preparing"
-        assert time.monotonic() - started < 8, "one look of the watchdog was waited for"
+        assert len(looks) == 1, "one look of the watchdog was waited for"
         other.execute("ROLLBACK")
         other.close()
         now[0] += 11
@@ -433,7 +463,7 @@ async def test_a_waiter_of_a_process_that_always_writes_sees_what_another_finish
 
         writing = [asyncio.create_task(write()) for _ in range(3)]
         await asyncio.to_thread(run_child, "finish", url, rollout.rollout_id)
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, LONG)
         await asyncio.gather(*writing)
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import rollout_core.store as package
 from rollout_core.base.errors import ConfigError
@@ -45,6 +45,7 @@ def same(left, right) -> bool:
     return type(left) is type(right) and left == right
 
 
+@settings(deadline=None)
 @given(json_values)
 def test_json_comes_back_as_it_went_in(value):
     text = encode(value, "value")
@@ -52,6 +53,7 @@ def test_json_comes_back_as_it_went_in(value):
     assert same(json.loads(text), value)
 
 
+@settings(deadline=None)
 @given(json_values, st.sampled_from([float("nan"), float("inf"), float("-inf")]), st.booleans())
 def test_a_number_that_is_none_is_found_wherever_it_hides(value, bad, deep):
     with pytest.raises(ConfigError, match=r"value.*JSON has no NaN"):

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import multiprocessing
 import threading
-import time
 
 import pytest
+import pytest_asyncio
 
 from rollout_core.store import (
     AttemptUpdate,
@@ -17,14 +17,30 @@ from rollout_core.store import (
     LightningStoreClient,
     LightningStoreServer,
 )
+from rollout_core.store.http import listening, wire
 from rollout_core.store.loops import Bell, LoopThread, Waiters
 from tests.store.conftest import SHARED
 from tests.store.forking import leave
+from tests.store.patience import FOREVER, LONG
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_waiting_returns_as_soon_as_all_are_finished(store, make):
+@pytest_asyncio.fixture
+async def looks_once(store, monkeypatch):
+    """The store, none of whose waits looks a second time: news end them, or nothing does."""
+    for name in ("sql.store.SHORTEST_POLL", "sql.store.LONGEST_POLL", "sql.store.LOOK", "memory.collection_based.POLL"):
+        monkeypatch.setattr(f"rollout_core.store.{name}_SECONDS", FOREVER)
+    if not isinstance(store, LightningStoreClient):
+        yield store
+        return
+    monkeypatch.setattr(wire, "LONGEST_WAIT_SECONDS", FOREVER)
+    async with LightningStoreClient(store.server_address_root, request_timeout=2 * FOREVER) as client:
+        yield client
+
+
+async def test_waiting_returns_as_soon_as_all_are_finished(looks_once, make):
+    store = looks_once
     rollouts = [await store.start_rollout(n) for n in range(3)]
     ids = [rollout.rollout_id for rollout in rollouts]
     waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
@@ -32,9 +48,7 @@ async def test_waiting_returns_as_soon_as_all_are_finished(store, make):
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await store.update_attempt(rollout.rollout_id, "latest", status=status)
-    started = time.monotonic()
-    finished = await asyncio.wait_for(waiting, 5)
-    assert time.monotonic() - started < 0.5
+    finished = await asyncio.wait_for(waiting, LONG)
     assert [(rollout.rollout_id, rollout.status) for rollout in finished] == list(
         zip(ids, ("succeeded", "failed", "failed"), strict=True)
     )
@@ -50,11 +64,11 @@ async def test_a_timeout_returns_what_is_finished(store):
 
 
 async def test_unknown_ids_are_not_waited_for(store):
-    assert await asyncio.wait_for(store.wait_for_rollouts(rollout_ids=["nope"]), 5) == []
+    assert await asyncio.wait_for(store.wait_for_rollouts(rollout_ids=["nope"]), LONG) == []
     assert await store.wait_for_rollouts(rollout_ids=[]) == []
     done = await store.start_rollout(1)
     await store.update_rollout(done.rollout_id, status="succeeded")
-    finished = await asyncio.wait_for(store.wait_for_rollouts(rollout_ids=["nope", done.rollout_id]), 5)
+    finished = await asyncio.wait_for(store.wait_for_rollouts(rollout_ids=["nope", done.rollout_id]), LONG)
     assert [rollout.rollout_id for rollout in finished] == [done.rollout_id]
 
 
@@ -66,7 +80,7 @@ async def test_a_retry_does_not_end_the_wait(store, make):
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await store.update_attempt(again.rollout_id, again.attempt.attempt_id, status="succeeded")
-    [finished] = await asyncio.wait_for(waiting, 5)
+    [finished] = await asyncio.wait_for(waiting, LONG)
     assert finished.attempt.sequence_id == 2
 
 
@@ -87,7 +101,7 @@ async def test_waiting_notices_an_attempt_that_nobody_else_watches(store, make, 
     waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
     await asyncio.sleep(0.05)
     clock.advance(11)
-    [finished] = await asyncio.wait_for(waiting, 5)
+    [finished] = await asyncio.wait_for(waiting, LONG)
     assert (finished.status, finished.attempt.status) == ("failed", "timeout")
 
 
@@ -99,7 +113,7 @@ async def test_thousands_can_be_waited_for_in_one_call(store):
     updates = [AttemptUpdate(rollout_id=id, attempt_id="latest", status="succeeded") for id in ids]
     for start in range(0, 5000, 500):
         await store.update_many_attempts(updates[start : start + 500])
-    assert len(await asyncio.wait_for(waiting, 10)) == 5000
+    assert len(await asyncio.wait_for(waiting, LONG)) == 5000
 
 
 @pytest.mark.parametrize("make_store", SHARED, indirect=True)
@@ -109,7 +123,7 @@ async def test_another_store_object_on_the_same_data_wakes_the_waiter(make_store
     waiting = asyncio.create_task(mine.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
     await asyncio.sleep(0.1)
     await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
-    assert len(await asyncio.wait_for(waiting, 3)) == 1
+    assert len(await asyncio.wait_for(waiting, LONG)) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -122,21 +136,20 @@ async def test_a_forked_child_waits_for_nothing_that_was_under_way_in_its_parent
     with waiters._lock:
         child = multiprocessing.get_context("fork").Process(target=wake)
         child.start()
-    child.join(5)
+    child.join(LONG)
     child.kill()
     assert child.exitcode == 0
 
 
-async def test_waiting_for_work_ends_when_something_is_queued(store, make):
+async def test_waiting_for_work_ends_when_something_is_queued(looks_once, make):
+    store = looks_once
     assert not await store.wait_for_work(0.05)
-    waiting = asyncio.create_task(store.wait_for_work(20))
+    waiting = asyncio.create_task(store.wait_for_work(FOREVER))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     await store.enqueue_rollout(1)
-    started = time.monotonic()
-    assert await asyncio.wait_for(waiting, 5)
-    assert await asyncio.wait_for(store.wait_for_work(20), 5), "something is queued already"
-    assert time.monotonic() - started < 2
+    assert await asyncio.wait_for(waiting, LONG)
+    assert await asyncio.wait_for(store.wait_for_work(FOREVER), LONG), "something is queued already"
     await store.dequeue_rollout()
     assert not await store.wait_for_work(0.05)
 
@@ -144,7 +157,7 @@ async def test_waiting_for_work_ends_when_something_is_queued(store, make):
 @pytest.mark.parametrize("how", ["failed attempt", "requeuing", "released"])
 async def test_waiting_for_work_ends_when_something_is_queued_again(store, make, how):
     rollout = await make.claimed(store, max_attempts=2, retry_condition=["failed"])
-    waiting = asyncio.create_task(store.wait_for_work(20))
+    waiting = asyncio.create_task(store.wait_for_work(FOREVER))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     if how == "failed attempt":
@@ -153,18 +166,18 @@ async def test_waiting_for_work_ends_when_something_is_queued_again(store, make,
         await store.update_rollout(rollout.rollout_id, status="requeuing")
     else:
         await store.release_rollouts([rollout])
-    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(waiting, LONG)
     assert (await store.dequeue_rollout()).rollout_id == rollout.rollout_id
 
 
 async def test_an_attempt_that_is_lost_is_work_for_those_who_wait(make_store, make, clock):
     store = await make_store(scan_debounce_seconds=0)
     await make.claimed(store, timeout_seconds=10, max_attempts=2, retry_condition=["timeout"])
-    waiting = asyncio.create_task(store.wait_for_work(20))
+    waiting = asyncio.create_task(store.wait_for_work(FOREVER))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     clock.advance(11)
-    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(waiting, LONG)
 
 
 async def test_no_more_are_woken_than_there_is_work_for():
@@ -192,7 +205,7 @@ async def test_who_is_cancelled_when_work_comes_leaves_it_to_the_next(look_secon
         bell.ring(1)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await asyncio.wait_for(second.wait(), 5)
+        await asyncio.wait_for(second.wait(), LONG)
 
 
 async def test_a_cancelled_claim_of_a_task_is_given_back():
@@ -213,16 +226,22 @@ async def test_a_cancelled_claim_of_a_task_is_given_back():
 
 
 @pytest.mark.filterwarnings("error")
-async def test_a_server_that_ends_sends_those_away_who_wait_for_work(caplog):
-    server = LightningStoreServer(InMemoryLightningStore(), port=0)
+async def test_a_server_that_ends_sends_those_away_who_wait_for_work(caplog, monkeypatch):
+    class Told(InMemoryLightningStore):
+        async def wait_for_work(self, timeout):
+            reached.set()
+            return await super().wait_for_work(timeout)
+
+    reached = threading.Event()
+    for module, name in ((wire, "LONGEST_WAIT_SECONDS"), (listening, "GRACE_SECONDS")):
+        monkeypatch.setattr(module, name, FOREVER)
+    server = LightningStoreServer(Told(), port=0)
     await server.start()
-    async with LightningStoreClient(server.endpoint) as client:
-        waiting = asyncio.create_task(client.wait_for_work(20))
-        await asyncio.sleep(0.3)
-        started = time.monotonic()
-        await server.stop()
+    async with LightningStoreClient(server.endpoint, request_timeout=2 * FOREVER) as client:
+        waiting = asyncio.create_task(client.wait_for_work(FOREVER))
+        assert await asyncio.to_thread(reached.wait, LONG)
+        await asyncio.wait_for(server.stop(), LONG)  # the grace of the server is not spent
         assert not await waiting
-    assert time.monotonic() - started < 5, "the grace of the server was not spent"
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 

@@ -74,14 +74,14 @@ BOMBS = [
 @pytest.mark.parametrize("template", BOMBS, ids=range(len(BOMBS)))
 def test_no_jinja_template_takes_the_time_or_memory_of_the_program(template):
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         with pytest.raises(ConfigError, match="template"):
             jinja(template, task="x" * 5_000)
         assert tracemalloc.get_traced_memory()[1] < 8 * MAX_CHARACTERS
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - started < 60
+    assert time.thread_time() - started < 60
 
 
 @pytest.mark.parametrize(
