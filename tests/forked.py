@@ -86,8 +86,11 @@ SENSITIVE = (
     "TRANSFORMERS_", "TZ",
 )  # fmt: skip
 """Beginnings of variables that the interpreter or a library reads when it starts."""
-APPLIED = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
-"""Exceptions: a forked process applies the first two, and transformers sets the third when it is imported."""
+APPLIED = (
+    "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_CPP_LOG_LEVEL",
+)  # fmt: skip
+"""Exceptions: a forked process applies the first two; transformers, vLLM and our backend for it set the others."""
 _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: orphans among a process's descendants become its children."""
 

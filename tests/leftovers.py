@@ -19,15 +19,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_core.base.locks import SHARED_MEMORY, lock, sweep
+from rollout_core.base.locks import SCRATCH_PREFIX, SHARED_MEMORY, lock, sweep
 from tests import forked
 
 OWNER = "PYTEST_PROCESS_FOLDER"
 """Environment variable of all that a pytest process starts: the folder of that process's temporary files."""
 PREFIX, MARKER = "rt-", "of-a-test-session"
 """Short: paths of sockets have 107 characters at most, and vLLM's and PostgreSQL's are below this folder."""
-EXPECTED = re.compile(r"torchinductor_\w+|pymp-\w+|matplotlib-\w+")
-"""Names of temporary files that libraries keep for their next use, or until their process ends."""
+EXPECTED = re.compile(
+    r"torchinductor_\w+|pymp-\w+|matplotlib-\w+"  # kept for the next use, or until their process ends
+    r"|vllm_dist_\w+|torchelastic_\w+|dask-scratch-space|tmp\w+prefect|runner_storage"  # of processes that are killed
+)
+"""Names of temporary files that libraries leave. They go with the session's folder."""
 KEPT = ("rollout_core.models.bounded.inspecting", "rollout_core.models.bounded.tokenizing")
 """Modules of which each keeps a child for the next question, which ends with this process."""
 GRACE_SECONDS = 30.0
@@ -99,6 +102,8 @@ class Leftovers:
         for name in KEPT:
             if name in sys.modules:
                 sys.modules[name]._child.close()
+        # What killed processes leave for the next one to remove.
+        sweep(self._folder, f"{SCRATCH_PREFIX}*")
         deadline = time.monotonic() + GRACE_SECONDS
         while (lines := [*self._processes(), *self._files()]) and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +31,7 @@ class VLLMServer:
         self._held = own_port()
         self._port = self._held.__enter__()
         self.url = f"http://127.0.0.1:{self._port}/v1"
+        self._temporary = Path(tempfile.mkdtemp(prefix="v"))  # short, for paths of sockets
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []
 
@@ -44,7 +49,13 @@ class VLLMServer:
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "TMPDIR": str(self._temporary),
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "OMP_NUM_THREADS": "1",
+                },
                 start_new_session=True,
             )
         main = psutil.Process(self._process.pid)
@@ -55,10 +66,10 @@ class VLLMServer:
                 assert time.monotonic() < deadline, self._log.read_text()
                 time.sleep(0.2)
         except BaseException:
-            self._family = [*main.children(recursive=True)]
+            self._family = family_of(main)
             self.kill()
             raise
-        self._family = [main, *main.children(recursive=True)]
+        self._family = family_of(main)
 
     def _answers(self) -> bool:
         try:
@@ -67,12 +78,14 @@ class VLLMServer:
             return False
 
     def close(self) -> None:
-        """`kill`, and give the port back."""
+        """`kill`, remove what it left, and give the port back."""
         self.kill()
+        shutil.rmtree(self._temporary)
         self._held.__exit__(None, None, None)
 
     def kill(self) -> None:
-        """``kill -9`` of the server, its engine and its worker."""
+        """``kill -9`` of the server, its engine and its worker. The shared memory that they leave is removed."""
+        segments = {path for process in self._family for path in mapped_by(process)}
         for process in self._family:
             if process.is_running():
                 process.send_signal(signal.SIGKILL)
@@ -81,3 +94,20 @@ class VLLMServer:
             self._process.wait()
         psutil.wait_procs(self._family, timeout=LONG)
         self._family = []
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def family_of(main: psutil.Process) -> list[psutil.Process]:
+    """It and all below it; none where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [main, *main.children(recursive=True)]
+    return []
+
+
+def mapped_by(process: psutil.Process) -> list[Path]:
+    """The segments of shared memory that it uses."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+        return [Path(path) for path in re.findall(r"/dev/shm/(?:psm_|sem\.mp-)[\w.-]+", maps)]
+    return []

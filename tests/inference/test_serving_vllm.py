@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -34,8 +35,10 @@ def engine_processes() -> list[psutil.Process]:
 def others():
     """Processes of engines that other tests use; those of this file end with it."""
     close_engine()
-    yield engine_processes()
-    close_engine()
+    with tempfile.TemporaryDirectory(prefix="v") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)  # of the engines alone: a killed one's rendezvous file stays there
+        yield engine_processes()
+        close_engine()
 
 
 @asynccontextmanager

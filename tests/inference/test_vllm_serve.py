@@ -34,9 +34,11 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def server(small, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     running = VLLMServer(small.folder, Path(tmp_path_factory.mktemp("serve")) / "log")
-    running.start()
-    yield running
-    running.close()
+    try:
+        running.start()
+        yield running
+    finally:
+        running.close()
 
 
 @pytest.fixture(autouse=True)
