@@ -20,7 +20,6 @@ import pytest
 
 from rollout_core.base.errors import Fatal
 from rollout_core.inference.engines import start_in_time
-from tests import forked
 from tests.store.patience import LONG
 
 ENGINE = """
@@ -78,7 +77,7 @@ def program(tmp_path, before: str = "pass"):
 def ended(small, tmp_path_factory) -> subprocess.CompletedProcess[str]:
     """A program that has started an engine beside such a handler, closed it and come to its end."""
     file = program(tmp_path_factory.mktemp("ended"), A_HANDLER_THAT_WAITS)
-    return forked.run([sys.executable, str(file), str(small.folder)], timeout=500)
+    return subprocess.run([sys.executable, str(file), str(small.folder)], capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.engine
