@@ -190,6 +190,7 @@ def test_segments_of_shared_memory_go_with_their_scratch_folder_and_names_that_l
     segment.write_bytes(b"x")
     other.write_bytes(b"x")
     with locks.scratch_folder("test") as folder:
-        locks.note_shared_memory(folder, [segment.name, f"../..{other}", "", ".."])
+        for name in (segment.name, f"../..{other}", "", ".."):
+            locks.note_shared_memory(folder, name)
     assert not segment.exists()
     assert other.exists()

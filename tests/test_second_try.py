@@ -15,7 +15,7 @@ from tests.test_leftovers import CONFTEST
 
 PROJECT = Path(__file__).resolve().parents[1]
 FLAKY = """
-import os, pathlib, pytest
+import os, pathlib, pytest, unittest
 tries = pathlib.Path(__file__).with_name("tries")
 class TestIn:
     @pytest.mark.parametrize("text", ["a[b]::c", "\\u00e9 \\x00"])
@@ -29,6 +29,13 @@ def ends_badly():
     assert tries.stat().st_size > 2, "in the teardown"
 def test_teardown(ends_badly): pass
 def test_right(): pass
+def of_a_library(name):
+    # As hypothesis makes them of its machines: their functions stand in its own file.
+    made = {}
+    exec(compile("def runTest(self): assert OTHER or TRIES.stat().st_size > 2", unittest.__file__, "exec"),
+         {"TRIES": tries, "OTHER": name == "One"}, made)
+    return type(name, (unittest.TestCase,), made)
+TestOne, TestOther = of_a_library("One"), of_a_library("Other")
 def test_often():
     assert "BROKEN" not in os.environ
 """
@@ -60,8 +67,9 @@ def test_what_passes_at_the_second_try_is_named_with_its_first_failure(tmp_path:
     block = done.stdout.split("passed at the second try:")[1]
     assert "* test_it.py::TestIn::test_class[a[b]::c]" in block and "only at the second try" in block
     assert "* test_it.py::test_teardown" in block and "in the teardown" in block
+    assert "* test_it.py::TestOther::runTest" in block
     assert "test_right" not in done.stdout
-    assert "a second try of 3 tests" in done.stdout and "3 passed" in done.stdout
+    assert "a second try of 4 tests" in done.stdout and "4 passed" in done.stdout
 
 
 def test_what_fails_twice_is_red(tmp_path: Path):

@@ -119,11 +119,10 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def note_shared_memory(folder: Path, names: Iterable[str]) -> None:
-    """Have segments of these names removed with the scratch folder."""
-    known = set(noted_shared_memory(folder))
+def note_shared_memory(folder: Path, name: str) -> None:
+    """Have the segment of this name removed with the scratch folder. Several processes may note theirs at a time."""
     with (folder / _SEGMENTS).open("a", encoding="utf-8") as file:
-        file.writelines(f"{name}\n" for name in sorted(set(names) - known))
+        file.write(f"{name}\n")
 
 
 def noted_shared_memory(folder: Path) -> list[str]:

@@ -14,7 +14,6 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import signal
 import threading
 import time
@@ -26,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
-from rollout_core.base.locks import SHARED_MEMORY, note_shared_memory, noted_shared_memory, scratch_folder
+from rollout_core.base.locks import note_shared_memory, noted_shared_memory, scratch_folder
 from rollout_core.base.process_tree import signal_at_parents_end
-from rollout_core.base.stopping import children, kill_children
+from rollout_core.base.stopping import kill_children
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Environment variable: vLLM's folder of sockets."""
 LONGEST_FOLDER = 60
 """Characters: a socket's whole path may have 107, of which vLLM needs 37 for a name."""
-_MAPPED = re.compile(rf"{re.escape(str(SHARED_MEMORY))}/((?:psm_|sem\.mp-)[\w.-]+)")
+_FILES = "ROLLOUT_ENGINE_FILES"
+"""Environment variable: the folder in which an engine's processes note their segments."""
 _SEMAPHORE = "sem."
 """What the system puts before the name of a semaphore."""
 _LOOK_SECONDS = 0.5
@@ -44,6 +44,18 @@ def _hold_kernels() -> None:
     """Before vLLM loads the kernels that suit the CPU it finds."""
     if is_portable_here():
         hide_wider_instructions()
+
+
+def _note_segments(folder: Path) -> None:
+    """Note in ``folder`` each segment and semaphore that this process makes, before Python's tracker knows of it."""
+    register = resource_tracker.register
+
+    def note_and_register(name: str, kind: str) -> None:
+        prefix = _SEMAPHORE if kind == "semaphore" else ""
+        note_shared_memory(folder, prefix + name.removeprefix("/"))
+        register(name, kind)
+
+    resource_tracker.register = note_and_register
 
 
 # vLLM's own names: an owner may be a child process itself, such as a Dask worker. A child has its name before it
@@ -56,6 +68,8 @@ if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"
     # of weights too.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     _hold_kernels()
+    if folder := os.environ.get(_FILES):
+        _note_segments(Path(folder))
 
 
 def end_with_owner() -> None:
@@ -137,22 +151,32 @@ class HangWatch:
 
 @contextmanager
 def engine_files() -> Iterator[Path]:
-    """A folder for the files of the engine that is started inside the block, gone with it or swept later."""
+    """A folder for an engine's files, gone with the segments noted there when the block ends, or swept later."""
     segments: list[str] = []
     try:
         with scratch_folder("engine") as folder:
-            before = os.environ.pop(SOCKETS, None)
-            if len(str(folder)) <= LONGEST_FOLDER:
-                os.environ[SOCKETS] = str(folder)
             try:
                 yield folder
             finally:
-                os.environ.pop(SOCKETS, None)
-                if before is not None:
-                    os.environ[SOCKETS] = before
                 segments += noted_shared_memory(folder)
     finally:
         _forget(segments)
+
+
+@contextmanager
+def engine_environment(folder: Path) -> Iterator[None]:
+    """Have the engine that is started inside the block keep its sockets in ``folder`` and note its segments there."""
+    names = (_FILES, SOCKETS) if len(str(folder)) <= LONGEST_FOLDER else (_FILES,)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(folder)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _forget(segments: Iterable[str]) -> None:
@@ -162,36 +186,6 @@ def _forget(segments: Iterable[str]) -> None:
     """
     for name in segments:
         # Registered once more at first: to forget what is not known would be an error, too.
-        kind = "semaphore" if name.startswith(_SEMAPHORE) else "shared_memory"
+        is_semaphore = name.startswith(_SEMAPHORE)
         for tell in (resource_tracker.register, resource_tracker.unregister):
-            tell(f"/{name.removeprefix(_SEMAPHORE)}", kind)
-
-
-@contextmanager
-def noting_segments(folder: Path) -> Iterator[None]:
-    """Note in ``folder`` which segments of shared memory the processes map that are started inside the block."""
-    ended = threading.Event()
-    before = children()
-
-    def look() -> None:
-        while not ended.wait(_LOOK_SECONDS):
-            _note(folder, before)
-
-    thread = threading.Thread(target=look, name="rollout-engine-segments", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        _note(folder, before)
-
-
-def _note(folder: Path, before: set[int]) -> None:
-    names: set[str] = set()
-    for child in children() - before:
-        try:
-            names.update(_MAPPED.findall(Path(f"/proc/{child}/maps").read_text(encoding="utf-8", errors="replace")))
-        except OSError:
-            continue  # it has ended
-    note_shared_memory(folder, names)
+            tell(f"/{name.removeprefix(_SEMAPHORE)}", "semaphore" if is_semaphore else "shared_memory")

@@ -30,7 +30,7 @@ from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
-from rollout_core.inference.engine_process import HangWatch, engine_files, noting_segments
+from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class VLLMEngine(GathersStream):
         self._model = model
         with ExitStack() as stack:
             folder = stack.enter_context(engine_files())
-            with noting_segments(folder):
+            with engine_environment(folder):
                 self._llm = self._start(model)
             self._files = stack.pop_all()
         self._suspect = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -84,18 +83,15 @@ class VLLMServer:
         self._held.__exit__(None, None, None)
 
     def kill(self) -> None:
-        """``kill -9`` of the server, its engine and its worker. The shared memory that they leave is removed."""
-        segments = {path for process in self._family for path in mapped_by(process)}
+        """``kill -9`` of the server, its engine and its worker; Python's helper then removes their shared memory."""
         for process in self._family:
-            if process.is_running():
+            if process.is_running() and not is_helper(process):
                 process.send_signal(signal.SIGKILL)
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         psutil.wait_procs(self._family, timeout=LONG)
         self._family = []
-        for segment in segments:
-            segment.unlink(missing_ok=True)
 
 
 def family_of(main: psutil.Process) -> list[psutil.Process]:
@@ -105,9 +101,8 @@ def family_of(main: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def mapped_by(process: psutil.Process) -> list[Path]:
-    """The segments of shared memory that it uses."""
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
-        return [Path(path) for path in re.findall(r"/dev/shm/(?:psm_|sem\.mp-)[\w.-]+", maps)]
-    return []
+def is_helper(process: psutil.Process) -> bool:
+    """It removes what the others leave, and ends when they have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    return False
