@@ -235,6 +235,8 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[str]:
     """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
+    import prefect.main  # noqa: F401 - sets logging up, which would take a test's own handlers away
+
     from flows.connections import SERVER_SETTINGS
     from tests.prefect_servers import prefect_process
 
@@ -243,10 +245,26 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: P
     with prefect_process(home, prefect_database, log) as address, pytest.MonkeyPatch.context() as patch:
         for name, value in {**SERVER_SETTINGS, "PREFECT_API_URL": address, "PREFECT_HOME": str(home)}.items():
             patch.setenv(name, value)
-        from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+        from prefect.context import refresh_global_settings_context
+        from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
+        from prefect.settings import (
+            PREFECT_API_URL,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+            PREFECT_HOME,
+            temporary_settings,
+        )
 
-        with temporary_settings({PREFECT_API_URL: address, PREFECT_HOME: home}):
+        # Threads of Prefect's have no context, so for them it would start a server of their own.
+        refresh_global_settings_context()
+        # At the end of a flow that sends heartbeats Prefect waits up to a second for the thread that does.
+        settings = {PREFECT_API_URL: address, PREFECT_HOME: home, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+        with temporary_settings(settings):
             yield address
+        # What is not sent yet would be tried for a minute after the server's end, when this process ends.
+        APILogWorker.drain_all()
+        EventsWorker.drain_all()
+    refresh_global_settings_context()
     logs.check(OF_SEVERAL_TESTS)
 
 

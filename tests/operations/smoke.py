@@ -5,8 +5,8 @@
 Each worker is a process that runs a flow of the same nine stages, from another one on, with a Prefect server, a store
 on PostgreSQL and an object store that all share. ``w1`` gets SIGKILL amid its first stage and is started again. ``w2``
 gets SIGSTOP amid its first, until its lease has run out and another has computed that stage, and then SIGCONT: it is
-told to stop, returns a record of its own all the same, and that must not be written. Prints a table; ends with 1 when
-something was wrong.
+told to stop, returns a record of its own all the same, and that must not be written. ``w3`` stays in its first until
+another waits for its result. Prints a table; ends with 1 when something was wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ LEASE_SECONDS = 3.0
 FENCED_WITHIN_SECONDS = 5.0
 LONG = 300.0
 HOLDS = "SMOKE_HOLDS"
-"""Set where a worker is to stay in its first stage."""
+"""Environment variable: the file until which a worker stays in its first stage."""
+WAITS = "is computing share on the same inputs; waiting for its result"
+"""What a worker logs that meets another at a stage."""
 
 
 class Made(Record):
@@ -68,8 +70,9 @@ def work(name: str, folder: Path) -> None:
     def share(item: int) -> Made:
         """One of those that all want."""
         note("begun", item, key=current_stage().key)
-        until = time.monotonic() + (LONG if HOLDS in os.environ and item == first else 0.3)
-        while time.monotonic() < until:
+        end = Path(os.environ[HOLDS]) if HOLDS in os.environ and item == first else None
+        until = time.monotonic() + (LONG if end else 0.3)
+        while time.monotonic() < until and not (end and end.exists()):
             time.sleep(0.05)
             if is_stopping():
                 note("told to stop", item)
@@ -156,11 +159,12 @@ class Workers:
             "PYTHONPATH": str(PROJECT),
         }
 
-    def start(self, name: str, *, holds: bool = False) -> None:
+    def start(self, name: str, *, until: Path | None = None) -> None:
+        """Start one, which stays in its first stage until there is such a file."""
         with (self._folder / f"{name}.log").open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "tests.operations.smoke", "--worker", name, "--folder", str(self._folder)],
-                env={**self._environment, **({HOLDS: "1"} if holds else {})},
+                env={**self._environment, **({HOLDS: str(until)} if until else {})},
                 cwd=self._folder, stdout=output, stderr=output,
             )  # fmt: skip
 
@@ -201,15 +205,19 @@ def run(folder: Path) -> Outcome:
         workers = Workers(folder, api, database)
         processes = workers.processes
         stack.callback(lambda: [process.kill() for process in processes.values()])
+        met, never = folder / "met", folder / "never"
         for name in WORKERS:
-            workers.start(name, holds=name != "w3")
+            workers.start(name, until=met if name == "w3" else never)
         killed = workers.wait("begun", "w1")["item"]
         first = processes.pop("w1")
         first.kill()
         first.wait()
         held = workers.wait("begun", "w2")
         processes["w2"].send_signal(signal.SIGSTOP)
+        workers.wait("begun", "w3")
         workers.start("w1")
+        wait_for(lambda: WAITS in workers.logs(), "one that waits for another", seconds=LONG)
+        met.touch()
         workers.wait("computed", item=held["item"])
         before = wait_for(lambda: workers.result(held["key"]), "the stolen stage's result", seconds=LONG)
         resumed = time.time()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.flows.conftest import wait_for
-from tests.operations.smoke import FENCED_WITHIN_SECONDS, NUM_STAGES, WORKERS, Made, Outcome, run, show
+from tests.operations.smoke import FENCED_WITHIN_SECONDS, NUM_STAGES, WAITS, WORKERS, Made, Outcome, run, show
 from tests.store.postgres import PostgresServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -46,7 +46,7 @@ def test_a_fenced_writer_ends_within_5_s_and_writes_nothing(outcome: Outcome):
 
 def test_three_workers_of_which_one_is_killed_and_one_stolen_from(outcome: Outcome, capsys):
     assert list(outcome.problems()) == []
-    assert "is computing share on the same inputs; waiting for its result" in outcome.logs
+    assert WAITS in outcome.logs
     show(outcome)
     printed = capsys.readouterr().out
     assert all(f"\n{name}" in printed for name in WORKERS) and f"{NUM_STAGES} computed" in printed
