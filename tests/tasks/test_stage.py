@@ -106,8 +106,10 @@ def run(prefect_server, monkeypatch):
     from prefect import flow
 
     from flows.flow_run import recompute_missing
+    from tasks.stage import RETRIES
 
     monkeypatch.setattr("rollout_core.base.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
+    monkeypatch.setattr("tasks.stage.RETRY_DELAYS_SECONDS", [0.0] * RETRIES)
 
     def start(body, *, refresh=False, timeouts=None):
         kept = []
@@ -299,11 +301,9 @@ def test_a_result_that_cannot_be_written_never_leaves_the_stage_completed(stages
     def broken(self, name, content_id):
         raise Recoverable("no space left on device", RetryHint(0.0, 0.0))
 
-    monkeypatch.setattr(ObjectStore, "set_ref", broken)
-    with pytest.raises(Recoverable, match="no space left"):
+    with monkeypatch.context() as patch, pytest.raises(Recoverable, match="no space left"):
+        patch.setattr(ObjectStore, "set_ref", broken)
         run(lambda: stages["make"](5))
-    monkeypatch.undo()
-    os.environ["ROLLOUT_STORAGE"] = objects.url if "://" in objects.url else f"file://{objects.url}"
     _, states = run(lambda: stages["make"](5))
     assert states == ["Completed"], "nothing was cached by the failed run"
 
