@@ -209,7 +209,7 @@ class _Server:
         """End it; forked processes live on."""
         if self._socket is not None and self._process is not None:
             self._socket.close()
-            self._process.wait(30)
+            self._process.wait(120)
             self._socket = self._process = None
 
 

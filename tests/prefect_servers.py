@@ -44,7 +44,7 @@ def prefect_process(home: Path, database: Path, log: Path, settings: Mapping[str
         yield address
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(60)
+        server.wait(120)
 
 
 def _answers(api: str) -> bool:

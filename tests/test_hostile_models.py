@@ -232,7 +232,7 @@ def test_a_stop_while_the_child_gets_ready_prints_nothing(monkeypatch, capfd):
         inspecting.prepare()
         for thread in set(threading.enumerate()) - before:
             if thread.name != "rollout-signals" and not isinstance(thread, threading.Timer):
-                thread.join(30)
+                thread.join(120)
     child.close()
     assert capfd.readouterr().err == ""
 

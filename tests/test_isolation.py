@@ -139,7 +139,7 @@ def test_a_copy_that_runs_on_does_not_answer_a_second_time():
     [("close", "ended its process"), ("nonsense", "wrote into the pipe that its results go through")],
 )
 def test_code_that_gets_at_its_pipes_fails_its_own_call(way: str, reason: str):
-    with child(seconds=5.0) as running:
+    with child(seconds=60.0) as running:
         with pytest.raises(Ended, match=reason):
             running.call(way)
         assert running.call("copy") == "done"

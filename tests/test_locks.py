@@ -39,7 +39,7 @@ def test_another_process_waits_and_says_so_once(tmp_path, start_process):
         time.sleep(0.2)
         assert child.poll() is None
     assert child.stdout.readline() == "holding\n"
-    assert child.communicate("\n", timeout=10)[0] == "left\n"
+    assert child.communicate("\n", timeout=120)[0] == "left\n"
 
 
 def test_a_killed_holder_leaves_the_lock_free(tmp_path, start_process):
@@ -49,7 +49,7 @@ def test_a_killed_holder_leaves_the_lock_free(tmp_path, start_process):
     child.send_signal(signal.SIGKILL)
     started = time.monotonic()
     with exclusive(path):
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
 
 
 def test_threads_of_one_process_exclude_each_other_too(tmp_path):
@@ -63,9 +63,9 @@ def test_threads_of_one_process_exclude_each_other_too(tmp_path):
     with exclusive(tmp_path / "a.lock"):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waiting.wait(5)
+        assert waiting.wait(120)
         order.append("first")
-    thread.join(5)
+    thread.join(120)
     assert order == ["first", "second"]
 
 

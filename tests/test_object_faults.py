@@ -65,7 +65,7 @@ for put in (lambda: objects.put_bytes(bytes(2**21)), lambda: objects.put_stream(
     except Recoverable as error:
         print(error)
 """
-    output, _ = python(code, local.url).communicate(timeout=30)
+    output, _ = python(code, local.url).communicate(timeout=300)
     assert output.count("File too large; free some space") == 2
     assert dict(local.blobs()) == {}
     assert keys(local, "tmp") == []

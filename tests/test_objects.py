@@ -603,7 +603,7 @@ folder = objects.local_tree(tree, Path(sys.argv[3]))
 print(tree, sum(f.stat().st_size for f in folder.iterdir()))
 """
     writers = [python(code, local.url, str(source), str(tmp_path / "cache")) for _ in range(4)]
-    answers = {writer.communicate(timeout=30)[0] for writer in writers}
+    answers = {writer.communicate(timeout=300)[0] for writer in writers}
     tree = local.put_tree(source)
     assert answers == {f"{tree} {sum(map(len, read_tree(source).values()))}\n"}
     assert read_tree(tmp_path / "cache" / tree) == read_tree(source)

@@ -102,7 +102,7 @@ def test_a_flow_started_beside_a_foreign_tasks_module_names_it(project):
     for other in ("flows", "blocks.py", "rollout_core.py"):
         (project / other).rename(project / f"not-{other}")
     refused = subprocess.run(
-        [sys.executable, "-P", "-c", script, str(project)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-c", script, str(project)], capture_output=True, text=True, timeout=300, check=False
     )
     assert refused.returncode == 1 and f"`import tasks` finds {project / 'tasks.py'}" in refused.stderr
 

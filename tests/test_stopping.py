@@ -188,7 +188,7 @@ def test_without_its_own_process_only_the_flag_is_set_and_taken_back():
     try:
         with stopping.watching(ends_process=False):
             os.kill(os.getpid(), signal.SIGTERM)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + LONG
             while not stopping.is_stopping() and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert stopping.is_stopping()

@@ -5,10 +5,12 @@ An engine starts within its time, and its start is given up at once when the pro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
 import logging
+import os
 import sys
 import tempfile
 import threading
@@ -80,6 +82,7 @@ class EnginePool:
         self._resident: _Resident | None = None
         self._is_preparing = False
         """A thread is starting, changing or closing the engine, outside the lock: a start takes half a minute."""
+        self._closes_at_exit = False
 
     @contextmanager
     def use(self, config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[_Resident]:
@@ -93,13 +96,14 @@ class EnginePool:
         finally:
             self._leave(resident)
 
-    def close(self) -> None:
-        """Stop the engine, if there is one; waits for its users.
+    def close(self, *, waits: bool = True) -> None:
+        """Stop the engine, if there is one.
 
-        Does nothing when the process is to stop and the engine is in use: it ends with the process.
+        While it is in use this waits for its users, but not where ``waits`` is false or the process is to stop: then it
+        does nothing, and the engine ends with the process.
         """
         with self._changed:
-            if not self._changed.wait_for(self._is_unused, timeout=0.0 if is_stopping() else None):
+            if not self._changed.wait_for(self._is_unused, timeout=None if waits and not is_stopping() else 0.0):
                 return
             self._is_preparing = True
         with self._preparation():
@@ -120,6 +124,13 @@ class EnginePool:
             except Recoverable as error:
                 log.warning("%s", error)
                 self._drop()
+
+    def _close_at_exit(self) -> None:
+        """Have this process stop its engine when it ends by itself: vLLM's own end leaves the engine's files behind."""
+        if not self._closes_at_exit:
+            self._closes_at_exit, owner = True, os.getpid()
+            # Comes after vLLM's and multiprocessing's own, so it runs before them.
+            atexit.register(lambda: self.close(waits=False) if os.getpid() == owner else None)
 
     def _is_unused(self) -> bool:
         return not self._is_preparing and (self._resident is None or not self._resident.users)
@@ -158,6 +169,7 @@ class EnginePool:
         if self._resident is None:
             backend = _start(config, model, say)
             self._resident = _Resident(config, architecture, backend, Lanes(backend))
+            self._close_at_exit()
         try:
             self._resident.backend.update_weights(model)
         except BaseException:

@@ -63,7 +63,7 @@ def test_later_samples_are_drawn_while_one_trains():
 
     with SamplesAhead(draw, range(3), depth=1, start=model("start")) as sampler:
         assert sampler.take(0) == 0
-        assert second.wait(10), "asked for before the first iteration has ended"
+        assert second.wait(120), "asked for before the first iteration has ended"
         sampler.learned(0, model(0))
         assert [sampler.take(1), sampler.take(2)] == [1, 2]
 

@@ -227,8 +227,8 @@ class Serving:
     def end(self) -> None:
         started = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
-        self.process.wait(60)
-        assert psutil.wait_procs(started, timeout=20)[1] == [], "nothing is left of it"
+        self.process.wait(120)
+        assert psutil.wait_procs(started, timeout=120)[1] == [], "nothing is left of it"
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def commands(start_process: Any, tmp_path: Path, server_logs: ServerLogs) -> Ite
 
 
 def answers(url: str) -> bool:
-    return urllib.request.urlopen(f"{url}/health", timeout=20).status == 200
+    return urllib.request.urlopen(f"{url}/health", timeout=120).status == 200
 
 
 @pytest.mark.server
@@ -223,7 +223,7 @@ def test_commands_of_one_folder_share_a_server_that_lives_as_long_as_the_last_of
     second.wait()
     time.sleep(2)
     assert not server.has_ended() and answers(url), "one still uses it"
-    third.communicate("leave\n", timeout=60)
+    third.communicate("leave\n", timeout=120)
     assert server.has_ended(), "a command leaves nothing behind"
 
 
@@ -244,4 +244,4 @@ def test_the_next_command_gets_another_server_when_one_was_killed_and_none_outli
     server = commands.server
     for process in (command, later):
         process.kill()
-    wait_for(server.has_ended, "the end of a server without users", seconds=30)
+    wait_for(server.has_ended, "the end of a server without users")

@@ -140,7 +140,7 @@ def test_killed_in_the_middle_and_started_again_no_finished_rollout_is_run_again
     finished = {rollout: status for rollout, status in statuses(work).items() if status == "succeeded"}
     assert finished and len(finished) < 13
     before = runs(work)
-    psutil.wait_procs(runner_processes(work), timeout=10)
+    psutil.wait_procs(runner_processes(work), timeout=120)
     assert not runner_processes(work), "runners outlive the flow by no more than a moment"
     resumed = train_again()
     again = runs(work)[len(before) :]

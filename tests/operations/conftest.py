@@ -156,7 +156,7 @@ def end(worker: subprocess.Popen[bytes]) -> None:
         processes = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
         for process in processes:
             process.kill()
-        psutil.wait_procs(processes, timeout=20)
+        psutil.wait_procs(processes, timeout=120)
         worker.wait()
 
 

@@ -87,7 +87,7 @@ class Campaign:
             yield psutil.Process(process.pid)
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
     def run(self, rng: random.Random | None, kills: int) -> tuple[list[str], dict[str, Any]]:
         """The parts that were killed, and the run at its end; none are killed without a generator."""

@@ -393,9 +393,9 @@ def test_a_notice_is_seen_and_says_how_long_is_left(cloud: Cloud, kind: Any):
     cloud.tokens.clear()  # those of AWS are of a time
     cloud.is_at_risk = True
     if kind == "aws":
-        wait_for(lambda: said, "word of the risk", seconds=20)
+        wait_for(lambda: said, "word of the risk")
     cloud.take_back(50.0)
-    notice = wait_for(watch.notice, "the notice", seconds=20)
+    notice = wait_for(watch.notice, "the notice")
     left = 30.0 if kind == "gce" else 50.0
     assert left - 10.0 < notice.seconds_left <= left
     assert len(said) == (kind == "aws")
@@ -451,9 +451,9 @@ def test_a_silent_service_is_told_once_and_when_it_answers_again(monkeypatch: py
         with cloud_at() as (_, nowhere):
             pass
         service._latest = f"http://{nowhere}/latest"
-        wait_for(lambda: said, "word of the trouble", seconds=20)
+        wait_for(lambda: said, "word of the trouble")
         service._latest = there
-        wait_for(lambda: len(said) == 2, "word that it is over", seconds=20)
+        wait_for(lambda: len(said) == 2, "word that it is over")
     assert "does not answer" in said[0] and "answers again" in said[1]
     assert watch.notice() is None
 

@@ -70,7 +70,7 @@ def test_a_database_that_goes_away_stops_nothing(prefect_server: str, monkeypatc
             time.sleep(1.5)  # longer than until the next renewal
         if number == 2:
             postgres.start()
-            wait_for(lambda: len(epochs()) == 2, "the lease that the stage began without", seconds=20.0)
+            wait_for(lambda: len(epochs()) == 2, "the lease that the stage began without")
         return Made(blob=current_stage().objects.put_bytes(b"%d" % number), worker="this one")
 
     @flow(name="away", persist_result=False)

@@ -171,7 +171,7 @@ def serving(api: str, file: Path) -> Iterator[str]:
         yield line.split()[2].rstrip(";")
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 @pytest.mark.server

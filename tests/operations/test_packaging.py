@@ -46,7 +46,7 @@ def test_systemd_knows_every_key_of_a_unit(path: Path, tmp_path: Path):
     copy = tmp_path / path.name
     program = shutil.which("true")
     copy.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={program}", path.read_text(), flags=re.MULTILINE))
-    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, [line for line in done.stderr.splitlines() if path.stem in line]) == (0, [])
 
 
@@ -91,7 +91,7 @@ def test_the_server_of_the_compose_file_is_of_the_version_of_the_deployments():
 
 def test_the_image_has_no_fault_that_its_linter_knows():
     linter = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([linter, "Dockerfile"], cwd=PROJECT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([linter, "Dockerfile"], cwd=PROJECT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -103,7 +103,7 @@ def test_what_the_image_installs_is_what_the_project_asks_for(tmp_path: Path):
     assert extras is not None and step is not None
     program = step[1].replace("\\\n", "")
     done = subprocess.run(
-        [sys.executable, "-c", program, extras[1]], cwd=PROJECT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, extras[1]], cwd=PROJECT, capture_output=True, text=True, timeout=300
     )
     needs = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr

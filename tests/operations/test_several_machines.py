@@ -73,7 +73,7 @@ def server_on(database: str, folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/api"
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(60)
+        server.wait(120)
     logs.check()
 
 

@@ -476,7 +476,7 @@ def test_waiting_for_another_that_computes_the_same_takes_nothing_off_a_stages_t
             time.sleep(2.0)
 
     threading.Thread(target=other).start()
-    assert is_held.wait(10)
+    assert is_held.wait(120)
     made, states = run(lambda: counted("d"), timeouts={"filing": 1.0})
     assert (made.number, states, CALLS) == (1, ["Completed"], [("last", 0)])
 
