@@ -178,6 +178,7 @@ def grouped_model(folder: Path, tiny_model: Path) -> Path:
     return folder / "grouped"
 
 
+@pytest.mark.campaign  # two do in test_two_processes_train_like_one
 def test_four_processes_compute_every_row_together(folder, grouped_model, run_process):
     names = ("sft, layers computed twice", "dpo", "grpo")
     by_four = made_by(4, run_process, folder / "four", grouped_model, "tensor", *names)["whole"]

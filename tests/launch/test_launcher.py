@@ -198,6 +198,7 @@ except Told:
 """
 
 
+@pytest.mark.campaign  # one process does in tests/flows/test_stop_signals.py, and ranks below are told to stop
 def test_sigterm_of_the_launcher_keeps_the_step_that_the_ranks_are_in(tiny_model, tmp_path, start_process):
     never = {"snapshots": {"every_steps": 1000}}
     quiet = update(tmp_path / "quiet", tiny_model, changes=never)
