@@ -1,7 +1,7 @@
 # make run    set everything up and run the nightly example to a report
 # make agents set everything up and train an agent that looks things up, to a report
 # make test   set everything up and run the tests
-# make test-fast  those that take three minutes together
+# make test-fast  those that start no engine, no Prefect server and no other slow process
 # make campaigns  the tests of minutes each, in which processes are killed, lost and outlived
 # make smoke  three workers share stages, one is killed, one is stolen from
 # make check  ruff, pyright, import-linter
