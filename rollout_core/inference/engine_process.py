@@ -17,8 +17,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -163,12 +163,17 @@ def engine_files() -> Iterator[Path]:
         _forget(segments)
 
 
-@contextmanager
-def engine_environment(folder: Path) -> Iterator[None]:
+def engine_environment(folder: Path) -> AbstractContextManager[None]:
     """Have the engine that is started inside the block keep its sockets in ``folder`` and note its segments there."""
     names = (_FILES, SOCKETS) if len(str(folder)) <= LONGEST_FOLDER else (_FILES,)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(folder)))
+    return environment(dict.fromkeys(names, str(folder)))
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables inside the block, also in what is started there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
@@ -30,7 +30,7 @@ from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
-from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files
+from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files, environment
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
 
 if TYPE_CHECKING:
@@ -374,23 +374,9 @@ def _refuse_long_contexts(llm: LLM) -> None:
         )
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int | None) -> AbstractContextManager[None]:
     """Have the engine that is started inside the block take ``count`` CPU threads; None: as many as vLLM chooses."""
-    if count is None:
-        yield
-        return
-    held = {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    before = {name: os.environ.get(name) for name in held}
-    os.environ.update(held)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return environment({} if count is None else {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
 
 def _prepare_environment(config: VLLMBackend, device: str) -> None:
