@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,6 @@ TEMPORARY, LEFTOVERS = pytest.StashKey[TemporaryFolder](), pytest.StashKey[Lefto
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nothing-left", action="store_true", help="fail the session with what its tests leave behind")
     parser.addoption("--mix", metavar="SEED", help="run the files in an order mixed by this seed; 'new' draws one")
 
 
@@ -141,11 +139,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[N
         return
     left = session.config.stash[LEFTOVERS].segments()
     if left:
-        if session.config.option.nothing_left:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
         sys.stderr.write(f"\n{len(left)} segments of shared memory are left by tests:\n" + "\n".join(left) + "\n")
     passed = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    session.config.stash[TEMPORARY].keep = not passed
+    session.config.stash[TEMPORARY].keep = not passed or bool(left)
     if session.config.option.xmlpath:
         outcome = {"exit_status": int(exitstatus), "collected": session.testscollected}
         Path(session.config.option.xmlpath).with_suffix(".json").write_text(json.dumps(outcome), encoding="utf-8")
@@ -162,10 +159,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     forked.close()
     left = request.config.stash[LEFTOVERS].found()
-    if left:
-        text = f"{OF_SEVERAL_TESTS}{len(left)} things are left by tests:\n" + "\n".join(left)
-        assert not request.config.option.nothing_left, text
-        warnings.warn(text, stacklevel=1)
+    assert not left, f"{OF_SEVERAL_TESTS}{len(left)} things are left by tests:\n" + "\n".join(left)
 
 
 @pytest.fixture(scope="session")

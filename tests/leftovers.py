@@ -33,7 +33,7 @@ EXPECTED = re.compile(
 """Names of temporary files that libraries leave. They go with the session's folder."""
 KEPT = ("rollout_core.models.bounded.inspecting", "rollout_core.models.bounded.tokenizing")
 """Modules of which each keeps a child for the next question, which ends with this process."""
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 120.0
 """In which processes that were told to end may do so."""
 
 

@@ -55,7 +55,7 @@ def run_pytest(folder: Path, tests: str, *arguments: str) -> subprocess.Complete
 
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_what_tests_leave_fails_the_session_by_name(processes: str, tmp_path: Path):
-    done = run_pytest(tmp_path, LEAVING, "-rA", "--nothing-left", "--numprocesses", processes)
+    done = run_pytest(tmp_path, LEAVING, "-rA", "--numprocesses", processes)
     pid, segment = (done.stdout.split(f"\n{word} ")[1].split()[0] for word in ("left", "segment"))
     Path("/dev/shm", segment).unlink()
     assert done.returncode == 1, done.stdout + done.stderr

@@ -49,7 +49,7 @@ def test_a_killed_holder_leaves_the_lock_free(tmp_path, start_process):
     child.send_signal(signal.SIGKILL)
     started = time.monotonic()
     with exclusive(path):
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 5
 
 
 def test_threads_of_one_process_exclude_each_other_too(tmp_path):

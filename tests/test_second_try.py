@@ -97,7 +97,7 @@ def read(report: Path) -> list[Failure]:
 )
 def test_a_session_that_fails_otherwise_gets_no_second_try(tests: str, reason: str, tmp_path: Path):
     with pytest.raises(NoSecondTry, match=reason):
-        read(first_try(tmp_path, tests, "--nothing-left"))
+        read(first_try(tmp_path, tests))
 
 
 def test_what_is_skipped_at_the_second_try_has_not_passed(tmp_path: Path):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from rollout_core.base.errors import Fatal
+from rollout_core.base.locks import SCRATCH_PREFIX
 from rollout_core.inference.engines import start_in_time
 from tests.store.patience import LONG
 
@@ -74,21 +75,31 @@ def program(tmp_path, before: str = "pass"):
 
 
 @pytest.fixture(scope="module")
-def ended(small, tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    """A program that has started an engine beside such a handler, closed it and come to its end."""
+def ended(small, tmp_path_factory) -> Iterator[tuple[subprocess.CompletedProcess[str], list[Path]]]:
+    """A program that has used an engine beside such a handler and come to its end, and the scratch folders it left."""
     file = program(tmp_path_factory.mktemp("ended"), A_HANDLER_THAT_WAITS)
-    return subprocess.run([sys.executable, str(file), str(small.folder)], capture_output=True, text=True, timeout=500)
+    temporary = Path(tempfile.gettempdir(), "e")  # short, for paths of sockets
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(file), str(small.folder)],
+        capture_output=True, text=True, timeout=500, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    yield done, list(temporary.glob(f"{SCRATCH_PREFIX}*"))
+    shutil.rmtree(temporary)
 
 
 @pytest.mark.engine
 def test_starting_vllm_flushes_no_handler_of_this_process_with_the_lock_of_logging_held(ended):
-    assert (ended.returncode, ended.stdout) == (0, "started\n"), ended.stdout + ended.stderr
+    done, _ = ended
+    assert (done.returncode, done.stdout) == (0, "started\n"), done.stdout + done.stderr
 
 
 @pytest.mark.engine
-def test_a_program_that_closed_its_engine_ends_without_a_word_of_shared_memory(ended):
+def test_a_program_that_used_an_engine_ends_without_a_word_of_shared_memory_and_leaves_no_files(ended):
     """Python's tracker of shared memory would say that segments leaked, and that it did not find them."""
-    assert "resource_tracker" not in ended.stderr and "psm_" not in ended.stderr, ended.stderr
+    done, left = ended
+    assert "resource_tracker" not in done.stderr and "psm_" not in done.stderr, done.stderr
+    assert left == []
 
 
 @pytest.fixture
