@@ -26,7 +26,7 @@ from pathlib import Path
 from flows.server_process import LOCK, USERS_LOCK, Listening, api_address
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.locks import exclusive, shared, try_exclusive
-from rollout_core.base.processes import ProcessName, search_path, this_machine
+from rollout_core.base.processes import ProcessName, in_environment, search_path, this_machine
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.store.connections import Connections, plain_connections
@@ -126,7 +126,7 @@ def prefect_server(
     with shared(home / USERS_LOCK, on_wait=lambda: say("waiting for the last Prefect server to end ...")):
         with exclusive(home / START_LOCK, on_wait=lambda: say("waiting for the Prefect server to start ...")):
             server = _find_or_start(home, port, say, meanwhile)
-        with _address_in_environment(server.url):
+        with in_environment({"PREFECT_API_URL": server.url}):
             yield server.url
     _end_if_unused(home, server)
 
@@ -170,19 +170,6 @@ def keep_server(home: Path, port: int, say: Callable[[str], None]) -> bool:
     return True
 
 
-@contextmanager
-def _address_in_environment(url: str) -> Iterator[None]:
-    before = os.environ.get("PREFECT_API_URL")
-    os.environ["PREFECT_API_URL"] = url
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PREFECT_API_URL"]
-        else:
-            os.environ["PREFECT_API_URL"] = before
-
-
 def _find_or_start(
     home: Path, port: int | None, say: Callable[[str], None], meanwhile: Callable[[], object]
 ) -> Listening:
@@ -201,7 +188,7 @@ def _find_or_start(
         _start(home, port, lock)
     finally:
         os.close(lock)
-    with _address_in_environment(api_address(port)):
+    with in_environment({"PREFECT_API_URL": api_address(port)}):
         meanwhile()
     found = _wait_until_healthy(home)
     if found is None:

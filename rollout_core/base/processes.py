@@ -12,6 +12,8 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,6 +165,21 @@ _SECRET_NAME = re.compile(
 _OURS = ("ROLLOUT_", "PREFECT_")
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _PROXIES = re.compile(r"(?i)(https?|all|ftp)_proxy")
+
+
+@contextmanager
+def in_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables in this process's environment inside the block, and in what is started there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def child_environment() -> dict[str, str]:

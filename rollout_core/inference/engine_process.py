@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from typing import Any
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
 from rollout_core.base.locks import note_shared_memory, noted_shared_memory, scratch_folder
 from rollout_core.base.process_tree import signal_at_parents_end
+from rollout_core.base.processes import in_environment
 from rollout_core.base.stopping import kill_children
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -166,22 +167,7 @@ def engine_files() -> Iterator[Path]:
 def engine_environment(folder: Path) -> AbstractContextManager[None]:
     """Have the engine that is started inside the block keep its sockets in ``folder`` and note its segments there."""
     names = (_FILES, SOCKETS) if len(str(folder)) <= LONGEST_FOLDER else (_FILES,)
-    return environment(dict.fromkeys(names, str(folder)))
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables inside the block, also in what is started there."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return in_environment(dict.fromkeys(names, str(folder)))
 
 
 def _forget(segments: Iterable[str]) -> None:

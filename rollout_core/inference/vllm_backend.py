@@ -25,12 +25,13 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import check_numerics, is_portable_here, probe_device
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import ContentId
+from rollout_core.base.processes import in_environment
 from rollout_core.base.settings import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
-from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files, environment
+from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
 
 if TYPE_CHECKING:
@@ -376,7 +377,9 @@ def _refuse_long_contexts(llm: LLM) -> None:
 
 def _threads(count: int | None) -> AbstractContextManager[None]:
     """Have the engine that is started inside the block take ``count`` CPU threads; None: as many as vLLM chooses."""
-    return environment({} if count is None else {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    return in_environment(
+        {} if count is None else {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    )
 
 
 def _prepare_environment(config: VLLMBackend, device: str) -> None:
