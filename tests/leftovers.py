@@ -32,7 +32,7 @@ EXPECTED = re.compile(
 )
 """Names of temporary files that libraries leave. They go with the session's folder."""
 KEPT = ("rollout_core.models.bounded.inspecting", "rollout_core.models.bounded.tokenizing")
-"""Modules of which each keeps a child for the next question, which ends with this process."""
+"""Modules of which each keeps a child for the next question, which ends with this process; so do rewards."""
 GRACE_SECONDS = 120.0
 """In which processes that were told to end may do so."""
 
@@ -102,6 +102,8 @@ class Leftovers:
         for name in KEPT:
             if name in sys.modules:
                 sys.modules[name]._child.close()
+        if "tasks.score" in sys.modules:
+            sys.modules["tasks.score"].close_rewards()
         # What killed processes leave for the next one to remove.
         sweep(self._folder, f"{SCRATCH_PREFIX}*")
         deadline = time.monotonic() + GRACE_SECONDS

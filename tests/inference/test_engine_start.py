@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from rollout_core.base.errors import Fatal
-from rollout_core.base.locks import SCRATCH_PREFIX
+from rollout_core.base.locks import SCRATCH_PREFIX, sweep
 from rollout_core.inference.engines import start_in_time
 from tests.store.patience import LONG
 
@@ -109,6 +109,7 @@ def short_folder() -> Iterator[Path]:
     folder = Path(tempfile.gettempdir(), "k")
     folder.mkdir()
     yield folder
+    sweep(folder, f"{SCRATCH_PREFIX}*")  # as the next process does; the names of segments are in there
     shutil.rmtree(folder)
 
 
