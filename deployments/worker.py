@@ -19,6 +19,7 @@ from prefect.settings import PREFECT_WORKER_HEARTBEAT_SECONDS
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from deployments.supervision import give_back, runs_of
+from rollout_core.base.garbage import collect_seldom
 
 if TYPE_CHECKING:
     import anyio.abc
@@ -135,4 +136,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     main()

@@ -13,6 +13,7 @@ from uuid import UUID
 import lazy_loader
 
 from rollout_core.base.determinism import NUMERICS, hold_numerics, prepare_environment
+from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.own_packages import require_own
 
 
@@ -34,9 +35,10 @@ def _parameters_of(flow_run_id: str) -> Mapping[str, Any]:
 # Every process that runs a flow imports this package first, before torch reads its environment.
 prepare_environment()
 require_own("tasks", "blocks")
-if "PREFECT__FLOW_RUN_ID" in os.environ and NUMERICS not in os.environ:
-    # Started by a worker for one flow run, whose parameters say how it is to compute.
-    hold_numerics(requested_numerics(_parameters_of(os.environ["PREFECT__FLOW_RUN_ID"])))
+if "PREFECT__FLOW_RUN_ID" in os.environ:  # started by a worker for one flow run
+    collect_seldom()
+    if NUMERICS not in os.environ:  # its parameters say how it is to compute
+        hold_numerics(requested_numerics(_parameters_of(os.environ["PREFECT__FLOW_RUN_ID"])))
 # OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
 # training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

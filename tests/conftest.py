@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -39,6 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
+from rollout_core.base.garbage import collect_seldom
 from tests import forked, machine
 from tests.gcp_server import GoogleCloud, google_cloud
 from tests.leftovers import Leftovers, TemporaryFolder
@@ -58,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest makes its own folder
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected, which imports most of what there is
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, whose controller has made the folder
         root = Path(config.workerinput["temporary"])
         TemporaryFolder.use(root, os.environ["PYTEST_XDIST_WORKER"])
@@ -129,6 +132,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    collect_seldom()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
     forked.begin()  # some libraries set variables when they are imported
 
 
@@ -149,6 +156,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[N
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # Triton prints what is left alone in the end
     if TEMPORARY in config.stash:
         config.stash[TEMPORARY].end()
 

@@ -33,6 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rollout_core.base.garbage import collect_seldom
+
 PROJECT = Path(__file__).resolve().parents[1]
 LIBRARIES = (
     "accelerate",
@@ -223,10 +225,13 @@ def serve(number: int) -> None:
 
     In a forked process this runs the program that was asked for and does not return.
     """
+    gc.disable()
     for name in LIBRARIES:
         importlib.import_module(name)
+    collect_seldom()
     gc.collect()
     gc.freeze()
+    gc.enable()
     with socket.socket(fileno=number) as requests:
         while True:
             size, files, _, _ = socket.recv_fds(requests, 4, 3)

@@ -21,6 +21,8 @@ from tests.conftest import (
 )
 leftovers.GRACE_SECONDS = 0.5
 """
+FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+"""For sessions within a test: those of other packages take two seconds to load."""
 LEAVING = """
 import multiprocessing.resource_tracker, multiprocessing.shared_memory, subprocess, sys, tempfile
 def test_process():
@@ -48,7 +50,7 @@ def run_pytest(folder: Path, tests: str, *arguments: str) -> subprocess.Complete
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments, str(folder)],
-        env={**kept, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": str(PROJECT)},
+        env={**kept, **FEW_PLUGINS, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": str(PROJECT)},
         cwd=folder, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 

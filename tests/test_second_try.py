@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.second_try import MAX_FAILED, Failure, NoSecondTry, failures, report_of
-from tests.test_leftovers import CONFTEST
+from tests.test_leftovers import CONFTEST, FEW_PLUGINS
 
 PROJECT = Path(__file__).resolve().parents[1]
 FLAKY = """
@@ -56,7 +56,7 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=400,
-        env={**kept, "PYTHONPATH": str(PROJECT), "TMPDIR": str(folder), **environment},
+        env={**kept, **FEW_PLUGINS, "PYTHONPATH": str(PROJECT), "TMPDIR": str(folder), **environment},
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.garbage import collect_seldom
 
 ROOT = Path(__file__).absolute().parents[2]
 """Not resolved: installed files may be links, each to a place of its own."""
@@ -38,6 +39,7 @@ def _is_file(origin: str | None, own: Path) -> bool:
 
 def run_command() -> None:
     """Entry point of the `rollout` command, which is above this package and so imported by its name."""
+    collect_seldom()
     try:
         require_own("deployments", "flows", "tasks", "blocks")
     except ConfigError as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
+from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.locks import note_shared_memory, noted_shared_memory, scratch_folder
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.processes import in_environment
@@ -63,6 +64,7 @@ def _note_segments(folder: Path) -> None:
 # unpickles what it runs, and `parent_process` only after that.
 if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
     signal_at_parents_end(signal.SIGKILL)
+    collect_seldom()
     # Its owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
     os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
     # vLLM still takes over that its owner's was not configured, and then warns whatever its level is, with each update

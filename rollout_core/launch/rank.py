@@ -22,6 +22,7 @@ from typing import Any
 from rollout_core.base import traces
 from rollout_core.base.determinism import prepare_environment, release_gpu_memory
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
+from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.launch.launcher import (
     IDENTITY,
@@ -182,4 +183,5 @@ class Messenger:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     main()
