@@ -64,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, whose controller has made the folder
         root = Path(config.workerinput["temporary"])
         TemporaryFolder.use(root, os.environ["PYTEST_XDIST_WORKER"])
+        config.option.mix = config.workerinput["mix"]
     else:
         config.stash[TEMPORARY] = TemporaryFolder(config)
         root = config.stash[TEMPORARY].root
@@ -77,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Tell a process of pytest-xdist what its controller has chosen."""
     node.workerinput["temporary"] = str(node.config.stash[TEMPORARY].root)
+    node.workerinput["mix"] = node.config.option.mix
 
 
 SLOW = {

@@ -93,6 +93,8 @@ def test_files_come_in_the_order_of_a_seed(tmp_path: Path):
         orders.append(lines)
         assert f"files in the order of --mix {seed if seed != 'new' else ''}" in done.stdout
     assert orders[0] == orders[1] != orders[2]
+    done = run_pytest(tmp_path, "def test_own(): pass", "--mix", "new", "--numprocesses", "2")
+    assert "17 passed" in done.stdout, "the processes do not agree on the seed"
 
 
 def pairs(lines: list[str]) -> tuple[list[str], list[str]]:
