@@ -8,6 +8,7 @@ gradient checkpointing, fused AdamW.
 Run: python benchmarks/trl_side.py --case dpo --work rows.jsonl --model FOLDER --batch 8 --steps 20 --json out.json
 """
 
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
 from __future__ import annotations
 
 import argparse

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import JsonlDataset
 from rollout_core.data.dataset_sources import read_dataset
-from rollout_core.data.datasets import MAX_VIOLATIONS, PromptRow, SftRow, to_jsonl
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.data.datasets import MAX_VIOLATIONS, PairRow, PromptRow, SftRow, parse_rows, to_jsonl
+from rollout_core.models.messages import ChatMessage
 from tests.rows import iter_prompts, parse_prompts, parse_sft, read_prompts
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -102,8 +102,25 @@ def test_no_bytes_are_no_rows():
             "1: messages.0.role: expected 'system', 'developer', 'user', 'assistant' or 'tool', got \"asistant\"",
         ),
         (
-            b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
-            "1: messages.0.name: unknown key; a message has role and content",
+            b'{"messages": [{"role": "user", "content": "a", "nam": "b"}]}',
+            "1: messages.0.nam: unknown key; did you mean 'name'?",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "score": 1}]}',
+            "1: messages.0.score: unknown key; a message has role and content",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+            "1: messages.0.content: a part of type 'image_url' cannot be read; expected text, or parts of type 'text', "
+            'got [{"type": "image_url", "image_url": {"url": "x"}}]',
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "1: the last message is the assistant's: nothing is asked; leave the answer out of the prompt",
+        ),
+        (
+            b'{"prompt": "a", "tools": [{"name": "f"}]}',
+            "1: has tools but a text prompt, which shows none; give the prompt as messages",
         ),
     ],
 )
@@ -261,7 +278,8 @@ answer = st.builds(ChatMessage, role=st.just("assistant"), content=st.text(strin
 
 
 def harmless(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if key not in {"prompt", "messages", "completion", "id"}}
+    own = {"prompt", "messages", "completion", "id", "tools"}
+    return {key: value for key, value in found.items() if key not in own}
 
 
 prompt_rows = st.builds(PromptRow, prompt=texts, id=st.none() | texts, extras=extras.map(harmless)) | st.builds(
@@ -357,3 +375,79 @@ def test_rows_of_token_ids_have_a_canonical_form():
     (row,) = parse_sft(lines({"input_ids": [1, 2], "loss_mask": [0, True], "source": "x"}), "x")
     assert row == SftRow(input_ids=(1, 2), loss_mask=(False, True), extras={"source": "x"})
     assert to_jsonl([row]) == b'{"input_ids":[1,2],"loss_mask":[false,true],"source":"x"}\n'
+
+
+# -- forms that people have --------------------------------------------------------------------------------------------
+
+CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": {"a": None, "b": "é"}}}
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"tool_calls": [{**CALL, "function": {"name": "get", "arguments": '{"b": "\\u00e9", "a": null}'}}]},
+        {"tool_calls": [{"id": "1", "name": "get", "arguments": {"a": None, "b": "é"}, "index": 0}]},
+        {"content": None, "tool_calls": [CALL], "name": None, "tool_call_id": None, "reasoning_content": ""},
+    ],
+)
+def test_a_call_of_a_tool_is_one_row_in_each_form(form: dict[str, Any]):
+    def row(call: dict[str, Any], tools: Any, content: Any) -> bytes:
+        turns = [{"role": "user", "content": content}, {"role": "assistant", **call}]
+        result = {"role": "tool", "tool_call_id": "1", "content": "3", "tool_calls": []}
+        row = {"messages": [*turns, result, {"role": "assistant", "content": "three"}], "tools": tools}
+        return to_jsonl(parse_sft(lines(row), "x"))
+
+    plain = row({"tool_calls": [CALL]}, [TOOL], "hi")
+    assert row(form, json.dumps([TOOL]), [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]) == plain
+    [read] = parse_sft(plain, "x")
+    assert json.loads(plain)["tools"] == [TOOL]
+    assert read.messages[1].plain() == {"role": "assistant", "content": None, "tool_calls": [CALL]}  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_names_of_thoughts_are_one():
+    rows = [
+        {"messages": [*CHAT[:1], {"role": "assistant", "content": "1 2", key: "swap"}]}
+        for key in ("reasoning_content", "thinking", "reasoning")
+    ]
+    assert len({to_jsonl(parse_sft(lines(row), "x")) for row in rows}) == 1
+
+
+def test_a_prompt_and_a_completion_of_messages_are_a_conversation_of_which_the_completion_is_trained():
+    earlier = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    for completion in ("d", [{"role": "assistant", "content": "d"}]):
+        [row] = parse_sft(lines({"prompt": earlier, "completion": completion}), "x")
+        assert [(turn.content, turn.weight) for turn in row.messages or ()] == [
+            ("a", None), ("b", 0), ("c", None), ("d", None)
+        ]  # fmt: skip
+    assert problem(lines({"prompt": earlier, "completion": []}), parse_sft) == "1: has prompt but no completion"
+
+
+def test_a_text_prompt_that_both_conversations_begin_with_is_theirs():
+    chosen, rejected = ([{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in "bc")
+    [row] = parse_rows(lines({"prompt": "a", "chosen": chosen, "rejected": rejected}), "x", PairRow)
+    assert row.prompt is None
+    [same] = parse_rows(lines({"chosen": chosen, "rejected": rejected}), "x", PairRow)
+    assert to_jsonl([row]) == to_jsonl([same])
+    with pytest.raises(DataError, match="prompt is a text, but chosen is a list of messages"):
+        parse_rows(lines({"prompt": "other", "chosen": chosen, "rejected": rejected}), "x", PairRow)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "only the assistant calls tools, not the user"),
+        ({"role": "assistant", "content": None}, "1: messages.0.content: required, but not given"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "1: messages.0.tool_calls.0.function.arguments: not the JSON text of an object",
+        ),
+        ({"role": "assistant", "tool_calls": [{"type": "function"}]}, "tool_calls.0.function: required, but not given"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong(message: dict[str, Any], expected: str):
+    assert expected in problem(lines({"messages": [message]}), parse_sft)

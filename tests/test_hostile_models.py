@@ -30,7 +30,8 @@ from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.bounded import inspecting, tokenizing
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
-from rollout_core.models.pretrained import ChatMessage, load_tokenizer
+from rollout_core.models.messages import ChatMessage
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.plans.plan import check_model
 from rollout_core.store.sql.by_url import is_postgres
 

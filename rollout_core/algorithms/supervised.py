@@ -160,7 +160,8 @@ class SFT(DatasetAlgorithm[PackedTokens]):
 
     def minibatch(self, positions: Sequence[int]) -> PackedTokens:
         examples: list[Example] = [self._items[position] for position in positions]
-        return pack([Document(example.token_ids, trained=example.trained) for example in examples])
+        parts = (part for example in examples for part in example.sequences())
+        return pack([Document(token_ids, trained=trained) for token_ids, trained in parts])
 
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
         num_targets = sum(other.num_targets for other in step_batches)

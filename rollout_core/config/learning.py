@@ -43,8 +43,15 @@ class BudgetConfig(Settings):
 class SequenceConfig(Settings):
     """How much of a row is trained."""
 
+    identity_without_default = frozenset({"turns"})
+
     max_length: int = Field(default=1024, ge=2)
     """Tokens of one row, a prompt with its answer. Longer rows are cut at the right and counted."""
+    turns: Literal["all", "each", "last"] | None = None
+    """How SFT trains the assistant's turns of a conversation: all within the rendering of the whole, each behind the
+    prompt that an engine would send, or only the last one, likewise. Default: all, and each where the chat template
+    rewrites earlier turns, begins a thought in the prompt, or ends no turn. A row stays one row for epochs and batches,
+    however many sequences it becomes."""
 
 
 class SnapshotPolicy(Settings):

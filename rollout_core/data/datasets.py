@@ -24,6 +24,7 @@ import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -38,7 +39,7 @@ from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
 from rollout_core.base.watching import current_amount
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import NOT_GIVEN, ChatMessage
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""
@@ -51,6 +52,25 @@ def _at_least_one(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
 
 
 Conversation = Annotated[tuple[ChatMessage, ...], AfterValidator(_at_least_one)]
+
+
+def _tools(given: Any) -> Any:
+    """A list of tools, or its JSON text; none of an empty one."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "[]")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected a list of tools, or the JSON text of one: {error}") from error
+    return given or None
+
+
+Tools = Annotated[tuple[dict[str, Any], ...] | None, BeforeValidator(_tools)]
+"""That the assistant may call, each as OpenAI's API describes it; a chat template shows them to the model."""
+
+
+def _refuse_tools_of_texts(tools: Any, *texts: Any) -> None:
+    if tools and any(isinstance(text, str) for text in texts):
+        raise ValueError("has tools but a text prompt, which shows none; give the prompt as messages")
 
 
 class Row(BaseModel):
@@ -96,6 +116,7 @@ class PromptRow(Row):
 
     prompt: str | None = None
     messages: Conversation | None = None
+    tools: Tools = None
     id: str | None = None
     """The caller's own name of the row; it comes back in outputs."""
 
@@ -105,7 +126,9 @@ class PromptRow(Row):
             document = orjson.loads(line)
         except orjson.JSONDecodeError:
             return None  # the full reading says what is wrong
-        if type(document) is not dict or type(document.get("prompt")) is not str or "messages" in document:
+        if type(document) is not dict or type(document.get("prompt")) is not str:
+            return None
+        if "messages" in document or "tools" in document:
             return None
         if type(document.get("id", "")) is not str:
             return None
@@ -113,7 +136,7 @@ class PromptRow(Row):
         # A float may have been an integer too large for this parser; what is nested may hold one.
         if not all(type(value) in (str, int, bool, NoneType) for value in document.values()):
             return None
-        return trusted(cls, {"extras": document, "prompt": prompt, "messages": None, "id": row_id})
+        return trusted(cls, {"extras": document, "prompt": prompt, "messages": None, "tools": None, "id": row_id})
 
     @model_validator(mode="after")
     def _exactly_one_form(self) -> PromptRow:
@@ -121,6 +144,11 @@ class PromptRow(Row):
             raise self.missing("needs prompt or messages", "prompt", "messages")
         if self.prompt is not None and self.messages is not None:
             raise ValueError("has both prompt and messages; give one of them")
+        if self.messages is not None and self.messages[-1].role == "assistant":
+            raise ValueError(
+                "the last message is the assistant's: nothing is asked; leave the answer out of the prompt"
+            )
+        _refuse_tools_of_texts(self.tools, self.prompt)
         return self
 
 
@@ -137,6 +165,10 @@ class TaskRow(Row):
         if not self.extras:
             raise ValueError("a task needs at least one key")
         return self
+
+
+def _says_anything(message: ChatMessage) -> bool:
+    return bool(message.content or message.tool_calls or message.reasoning_content)
 
 
 UNTRAINED_LABEL = -100
@@ -159,6 +191,23 @@ class SftRow(Row):
     """For each of ``input_ids`` the same id, or -100 where it is not trained."""
     loss_mask: tuple[bool, ...] | None = None
     """For each of ``input_ids``, or each of ``messages``: whether it is trained."""
+    tools: Tools = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_conversation(cls, given: Any) -> Any:
+        """A prompt and completion of messages, as TRL has them: a conversation of which the completion is trained."""
+        if not isinstance(given, dict) or not isinstance(given.get("prompt"), list | tuple):
+            return given
+        prompt = [
+            {**message, "weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
+            for message in given["prompt"]
+        ]
+        answer = given.get("completion") or []
+        answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
+        if not answer:
+            raise ValueError("has prompt but no completion")
+        return {**given, "prompt": None, "completion": None, "messages": [*prompt, *answer]}
 
     @model_validator(mode="after")
     def _exactly_one_form(self) -> SftRow:
@@ -178,6 +227,7 @@ class SftRow(Row):
             raise self.missing("has prompt but no completion", "completion")
         elif not self.completion:
             raise ValueError("completion is empty; there is nothing to train")
+        _refuse_tools_of_texts(self.tools, self.prompt)
         return self
 
     def _check_conversation(self, messages: tuple[ChatMessage, ...]) -> None:
@@ -191,7 +241,7 @@ class SftRow(Row):
             raise ValueError(
                 f"the last message is the {messages[-1].role}'s; a demonstration ends with the assistant's"
             )
-        if any(message.role == "assistant" and not message.content for message in messages):
+        if any(message.role == "assistant" and not _says_anything(message) for message in messages):
             raise ValueError("an assistant message is empty; there is nothing to train")
 
     def _check_tokens(self, input_ids: tuple[int, ...]) -> None:
@@ -391,8 +441,8 @@ def _field_reason(item: Any) -> str:
     reason = item["msg"].removeprefix("Value error, ")
     if not place:
         return reason
-    if item["type"] == "missing":
-        return f"{place}: required, but not given"
+    if item["type"] == "missing" or reason == NOT_GIVEN:
+        return f"{place}: {NOT_GIVEN}"
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(item["loc"][-1]), ChatMessage.model_fields, n=1)
         return f"{place}: unknown key" + (
@@ -428,6 +478,27 @@ class PairRow(Row):
     rejected: TextOrMessages | None = None
     margin: float | None = None
     """By how much the chosen one is better; counts in the reward model's loss only."""
+    tools: Tools = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prompt_within_conversations(cls, given: Any) -> Any:
+        """Without the text prompt that both conversations begin with, as many published sets repeat it."""
+        if isinstance(given, dict) and isinstance(given.get("prompt"), str):
+            firsts = [
+                next(iter(answer), None)
+                for answer in map(given.get, ("chosen", "rejected"))
+                if isinstance(answer, list | tuple)
+            ]
+            users = [first for first in firsts if isinstance(first, dict) and first.get("role") in ("user", "system")]
+            if len(users) == 2 and any(
+                isinstance(message, dict)
+                and message.get("role") == "user"
+                and message.get("content") == given["prompt"]
+                for message in given["chosen"]
+            ):
+                return {**given, "prompt": None}
+        return given
 
     @model_validator(mode="after")
     def _two_different_answers(self) -> PairRow:
@@ -439,6 +510,7 @@ class PairRow(Row):
             raise ValueError("one of chosen and rejected is a text, the other a list of messages; give one form")
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected are the same; there is nothing to prefer")
+        _refuse_tools_of_texts(self.tools, self.prompt)
         return self
 
 
@@ -448,6 +520,7 @@ class UnpairedRow(Row):
     prompt: TextOrMessages | None = None
     completion: TextOrMessages | None = None
     label: bool | None = None
+    tools: Tools = None
 
     @model_validator(mode="after")
     def _a_labelled_answer(self) -> UnpairedRow:
@@ -455,6 +528,7 @@ class UnpairedRow(Row):
             if getattr(self, name) is None:
                 raise self.missing(f"needs prompt, completion and label, but has no {name}", name)
         check_answer("completion", self.completion, self.prompt)
+        _refuse_tools_of_texts(self.tools, self.prompt)
         return self
 
 
@@ -466,7 +540,7 @@ def check_answer(name: str, answer: Any, prompt: Any) -> None:
         return
     if isinstance(prompt, str):
         raise ValueError(f"prompt is a text, but {name} is a list of messages; give one form")
-    if answer[-1].role != "assistant" or not answer[-1].content:
+    if answer[-1].role != "assistant" or not _says_anything(answer[-1]):
         raise ValueError(f"{name} must end with an assistant's message that is not empty")
 
 

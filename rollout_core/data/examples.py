@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
+from rollout_core.data.turns import Ends, Turn, common_length, omission, written_after
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import ChatMessage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,8 @@ ROWS_AT_ONCE = 500
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 T = TypeVar("T")
+Turns = Literal["all", "each", "last"] | None
+"""How a conversation is trained, as `SequenceConfig` has it."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,31 @@ class Example:
 
     token_ids: list[int]
     trained: list[bool]
+    lengths: list[int] = field(default_factory=list)
+    """Of the sequences that ``token_ids`` holds one after the other, where they are several: turns of one row, each
+    with its own prompt before it."""
+
+    def sequences(self) -> list[tuple[list[int], list[bool]]]:
+        """Token ids and what is trained of each sequence."""
+        found, start = [], 0
+        for length in self.lengths or [len(self.token_ids)]:
+            found.append((self.token_ids[start : start + length], self.trained[start : start + length]))
+            start += length
+        return found
+
+    def cut(self, max_seq_len: int) -> Example:
+        """The same with each sequence cut at the right, and without those of which nothing is trained then."""
+        kept = [(ids[:max_seq_len], trained[:max_seq_len]) for ids, trained in self.sequences()]
+        if self.lengths:
+            kept = [(ids, trained) for ids, trained in kept if any(trained[1:])]
+        return Example(
+            [token for ids, _ in kept for token in ids],
+            [target for _, trained in kept for target in trained],
+            [len(ids) for ids, _ in kept] if len(kept) > 1 else [],
+        )
 
 
-EXAMPLES = ItemForm(Example, lists={"token_ids": "<i4", "trained": "|b1"})
+EXAMPLES = ItemForm(Example, lists={"token_ids": "<i4", "trained": "|b1", "lengths": "<i4"})
 
 
 def row_number(row: int) -> str:
@@ -57,21 +82,23 @@ def each_example(
     *,
     loss_on: LossOn,
     max_seq_len: int,
+    turns: Turns = None,
     place: Callable[[int], str] = row_number,
 ) -> DataReport:
     """Tokenise rows, mark what is trained, cut at ``max_seq_len``, and call ``keep`` with each that has a target.
 
     ``assistant_only`` trains completions, or every assistant turn of a chat, with the token that ends it; ``full``
-    trains all tokens; ``custom`` what rows themselves say. ``place`` names a row by its position, from 0. Raises
-    ConfigError when no row has a target, a conversation does not go through the tokenizer's chat template, the template
-    cannot tell its turns apart, or rows and ``loss_on`` do not fit.
+    trains all tokens; ``custom`` what rows themselves say. ``turns`` is that of `SequenceConfig`. ``place`` names a row
+    by its position, from 0. Raises ConfigError when no row has a target, a conversation does not go through the
+    tokenizer's chat template, the template cannot tell its turns apart, or rows and ``loss_on`` do not fit.
     """
     tally = Tally()
     for chunk in in_chunks(rows):
         pairs = [row for row in chunk if row.prompt is not None]
         prompts = iter(token_ids_of(tokenizer, [row.prompt or "" for row in pairs], special_tokens=True))
         completions = iter(token_ids_of(tokenizer, [row.completion or "" for row in pairs], special_tokens=False))
-        chats = iter(_chat_examples(tokenizer, chunk, loss_on, tally, lambda row: place(tally.num_rows + row)))
+        first = tally.num_rows
+        chats = iter(_chat_examples(tokenizer, chunk, loss_on, turns, tally, lambda row: place(first + row)))  # noqa: B023 - called at once
         for row in chunk:
             where = place(tally.num_rows)
             _check_mask(row, loss_on, where)
@@ -87,8 +114,8 @@ def each_example(
                 example = _token_example(tokenizer, row, where)
             if loss_on.kind == "full":
                 example = Example(example.token_ids, [True] * len(example.token_ids))
-            tally.row(where, len(example.token_ids), max_seq_len)
-            example = Example(example.token_ids[:max_seq_len], example.trained[:max_seq_len])
+            tally.row(where, max(example.lengths, default=len(example.token_ids)), max_seq_len)
+            example = example.cut(max_seq_len)
             if any(example.trained[1:]):
                 tally.example(len(example.token_ids), sum(example.trained[1:]))
                 keep(example)
@@ -117,7 +144,8 @@ def _trained_turns(row: SftRow, loss_on: LossOn) -> list[bool]:
     if loss_on.kind == "custom":
         assert row.loss_mask is not None, "checked"
         return list(row.loss_mask)
-    return [loss_on.kind == "assistant_only" and message.role == "assistant" for message in row.messages]
+    is_asked = loss_on.kind == "assistant_only"
+    return [is_asked and message.role == "assistant" and message.weight != 0 for message in row.messages]
 
 
 def _token_example(tokenizer: Any, row: SftRow, where: str) -> Example:
@@ -136,56 +164,77 @@ def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[in
 
 
 def _chat_examples(
-    tokenizer: Any, rows: Sequence[SftRow], loss_on: LossOn, tally: Tally, place: Callable[[int], str]
+    tokenizer: Any,
+    rows: Sequence[SftRow],
+    loss_on: LossOn,
+    turns: Turns,
+    tally: Tally,
+    place: Callable[[int], str],
 ) -> list[Example | ConfigError]:
     """Of the rows that are conversations, in order; an error where `_check_mask` or the template refuses one."""
+    ends = Ends.of(tokenizer)
     encodings = []
     for number, row in enumerate(rows):
         if row.messages is not None:
             where = place(number)
-            encodings.append((where, _chat_example(tokenizer, row, where, loss_on, tally)))
+            encodings.append((where, _chat_example(tokenizer, row, where, loss_on, turns, ends, tally)))
     return in_step(tokenizer, encodings)
 
 
-def _chat_example(tokenizer: Any, row: SftRow, where: str, loss_on: LossOn, tally: Tally) -> Encoding[Example]:
+def _chat_example(
+    tokenizer: Any, row: SftRow, where: str, loss_on: LossOn, turns: Turns, ends: Ends, tally: Tally
+) -> Encoding[Example]:
     _check_mask(row, loss_on, where)
-    return (yield from _Turns(tokenizer, row.messages or (), where, _trained_turns(row, loss_on), tally).example())
+    trained = _trained_turns(row, loss_on)
+    conversation = _Conversation(tokenizer, row.messages or (), row.tools or (), where, trained, turns, ends, tally)
+    return (yield from conversation.example())
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _Conversation:
     """Masks turns exactly: a turn is what the template adds to the rendering of the turns before it."""
 
     tokenizer: Any
     messages: Sequence[ChatMessage]
+    tools: Sequence[Mapping[str, Any]]
     where: str
     trained: Sequence[bool]
+    turns: Turns
+    ends: Ends
     tally: Tally
 
     def example(self) -> Encoding[Example]:
-        messages = self.messages
-        turns = [turn for turn in range(len(messages)) if self.trained[turn]]
-        whole, *parts = yield Ask(chats=[Chat(messages), *(chat for turn in turns for chat in self._parts(turn))])
-        report_omissions(whole, messages, self.where, self.tally)
-        texts, rendered = [whole], iter(parts)
-        for turn in turns:
-            before, after = self._edges(turn, [next(rendered) for _ in self._parts(turn)])
-            if not (after.startswith(before) and whole.startswith(after)):
-                if _marks_every(self.trained, messages) and _GENERATION_MARK.search(str(self.tokenizer.chat_template)):
-                    return Example(*marked_tokens(self.tokenizer, Chat(messages)))
-                raise ConfigError(
-                    f"{self.where}: the chat template renders turn {turn + 1} differently with and without what "
-                    f"follows, so the {messages[turn].role}'s tokens cannot be told apart; use loss_on.kind = 'full' "
-                    "or another template, such as one with {% generation %} marks"
-                )
-            texts += [before, after]
-        token_ids, *edges = yield Ask(texts=texts)
-        trained = [False] * len(token_ids)
-        for before_ids, after_ids in zip(edges[::2], edges[1::2], strict=True):
-            # A token may straddle the edge of a turn: the line break that ends the header, say, with one after it.
-            first, end = _num_common(before_ids, token_ids), _num_common(after_ids, token_ids)
-            trained[first:end] = [True] * (end - first)
-        return Example(token_ids, trained)
+        numbers = [number for number in range(len(self.messages)) if self.trained[number]]
+        parts = [self._parts(number) for number in numbers]
+        whole, *rendered = yield Ask(chats=[self._chat(self.messages), *(chat for part in parts for chat in part)])
+        answers = iter(rendered)
+        edges = [self._edges(turn, [next(answers) for _ in part]) for turn, part in zip(numbers, parts, strict=True)]
+        is_within = self._is_within(whole, numbers, edges)
+        if self.turns in (None, "all") and is_within:
+            self._report(whole, numbers, [Turn(before, after[len(before) :]).text for before, after in edges])
+            return (yield from self._as_one(whole, [text for edge in edges for text in edge]))
+        if self.turns in (None, "all") and self._has_marks():
+            self._report(whole, [], [])
+            return Example(*marked_tokens(self.tokenizer, self._chat(self.messages)))
+        if self.turns == "all":
+            raise ConfigError(
+                f"{self.where}: the chat template renders a turn differently with and without what follows, or ends "
+                "it with no token, so the assistant's turns cannot be trained within the whole conversation; leave "
+                "out sequence.turns, or set it to 'each' or 'last'"
+            )
+        each = self._each(numbers, edges)
+        self._report(whole, numbers, [turn.text for turn in each])
+        self.tally.num_turn_by_turn += 1
+        return (yield from self._apart(each[-1:] if self.turns == "last" else each))
+
+    def _report(self, whole: str, numbers: Sequence[int], texts: Sequence[str]) -> None:
+        """Tell of what the template leaves out: of turns in their own text where they have one, else in the whole."""
+        own = dict(zip(numbers, texts, strict=True))
+        found = [own.get(turn, whole) for turn in range(len(self.messages))]
+        report_omissions(whole, found, self.messages, self.tools, self.where, self.tally)
+
+    def _chat(self, messages: Sequence[ChatMessage], generation_prompt: bool = False) -> Chat:
+        return Chat(messages, generation_prompt, self.tools)
 
     def _parts(self, turn: int) -> list[Chat]:
         """What is rendered to find the edges of a turn: the conversation up to its end, and what tells where it begins.
@@ -193,10 +242,10 @@ class _Turns:
         Templates need a message. The header of a first turn is the one they would give to another after it.
         """
         messages, answers = self.messages, self.messages[turn].role == "assistant"
-        upto = [Chat(messages[: turn + 1])]
+        upto = [self._chat(messages[: turn + 1])]
         if turn:
-            return [*upto, Chat(messages[:turn], generation_prompt=answers)]
-        return [*upto, Chat(messages[:1], generation_prompt=True)] if answers else upto
+            return [*upto, self._chat(messages[:turn], answers)]
+        return [*upto, self._chat(messages[:1], True)] if answers else upto
 
     def _edges(self, turn: int, rendered: Sequence[str]) -> tuple[str, str]:
         """The conversation up to where a turn begins, after its header, and up to its end."""
@@ -208,23 +257,78 @@ class _Turns:
         header = others[0][len(after) :]
         return after[: after.find(header) + len(header)] if header in after else "", after
 
+    def _is_within(self, whole: str, numbers: Sequence[int], edges: Sequence[tuple[str, str]]) -> bool:
+        """Whether all turns stand in the rendering of the whole as the model would write them, ended each."""
+        for number, (before, after) in zip(numbers, edges, strict=True):
+            if not (after.startswith(before) and whole.startswith(after)):
+                return False
+            written, message = after[len(before) :], self.messages[number]
+            is_as_written = written_after(before, after, message) == written and self.ends.end(written)
+            if message.role == "assistant" and not is_as_written:
+                return False
+        return True
 
-def _marks_every(trained_turns: Sequence[bool], messages: Sequence[ChatMessage]) -> bool:
-    return list(trained_turns) == [message.role == "assistant" for message in messages]
+    def _as_one(self, whole: str, edges: Sequence[str]) -> Encoding[Example]:
+        token_ids, *cuts = yield Ask(texts=[whole, *edges])
+        trained = [False] * len(token_ids)
+        for before_ids, after_ids in zip(cuts[::2], cuts[1::2], strict=True):
+            # A token may straddle the edge of a turn: the line break that ends the header, say, with one after it.
+            first, end = common_length(before_ids, token_ids), common_length(after_ids, token_ids)
+            trained[first:end] = [True] * (end - first)
+        return Example(token_ids, trained)
+
+    def _has_marks(self) -> bool:
+        assistants = [message.role == "assistant" for message in self.messages]
+        return list(self.trained) == assistants and bool(_GENERATION_MARK.search(str(self.tokenizer.chat_template)))
+
+    def _each(self, numbers: Sequence[int], edges: Sequence[tuple[str, str]]) -> list[Turn]:
+        """Each trained turn behind its own prompt, ended in any case."""
+        turns = []
+        for number, (before, after) in zip(numbers, edges, strict=True):
+            message = self.messages[number]
+            written = written_after(before, after, message) if message.role == "assistant" else None
+            if written is None:
+                raise ConfigError(
+                    f"{self.where}: the chat template renders turn {number + 1} differently with and without what "
+                    f"precedes it, so the {message.role}'s tokens cannot be told apart; use loss_on.kind = 'full' or "
+                    "another template, such as one with {% generation %} marks"
+                )
+            if not self.ends.end(written):
+                self.tally.num_ended += number == numbers[-1]
+                written += self.ends.eos
+            turns.append(Turn(before, written))
+        return turns
+
+    def _apart(self, turns: Sequence[Turn]) -> Encoding[Example]:
+        ids = yield Ask(texts=[text for turn in turns for text in (turn.prompt + turn.written, turn.prompt)])
+        token_ids: list[int] = []
+        trained: list[bool] = []
+        lengths: list[int] = []
+        for whole, prompt in zip(ids[::2], ids[1::2], strict=True):
+            first = common_length(prompt, whole)
+            token_ids += whole
+            trained += [False] * first + [True] * (len(whole) - first)
+            lengths.append(len(whole))
+        return Example(token_ids, trained, lengths if len(lengths) > 1 else [])
 
 
-def report_omissions(rendered: str, messages: Sequence[ChatMessage], where: str, tally: Tally) -> None:
-    """Tell of messages whose text the chat template leaves out or rewrites."""
-    for turn, message in enumerate(messages, start=1):
-        if message.content.strip() not in rendered:
-            tally.problem(f"{where}: the chat template leaves out or rewrites turn {turn}, the {message.role}'s")
+def report_omissions(
+    whole: str,
+    texts: Sequence[str],
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+    where: str,
+    tally: Tally,
+) -> None:
+    """Tell of messages and tools that the chat template leaves out of the ``whole``, or rewrites there; each message is
+    looked for in its own of ``texts``."""
+    for turn, (text, message) in enumerate(zip(texts, messages, strict=True), start=1):
+        if problem := omission(text, message):
+            tally.problem(f"{where}: the chat template {problem} turn {turn}, the {message.role}'s")
             return
-
-
-def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
+    names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+    if not all(name in whole for name in names):
+        tally.problem(f"{where}: the chat template shows the model none of the row's tools, or not all")
 
 
 def epoch_order(num_items: int, *, seed: int, epoch: int) -> list[int]:

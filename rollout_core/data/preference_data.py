@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PairRow, UnpairedRow, as_messages
 from rollout_core.data.examples import in_chunks, report_omissions, row_number
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
+from rollout_core.data.turns import Ends, written_after
 from rollout_core.models.bounded.tokenizing import Chat
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import ChatMessage
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def each_pair(
         encode = _Encoder(tokenizer, (answer for row in chunk for answer in (row.chosen, row.rejected)), tally)
         talks = iter(
             encode.conversations(
-                (place(tally.num_rows + number), row.prompt, (row.chosen, row.rejected))
+                (place(tally.num_rows + number), row, (row.chosen, row.rejected))
                 for number, row in enumerate(chunk)
                 if not _is_text(row.prompt, row.chosen, row.rejected)
             )
@@ -122,7 +123,7 @@ def each_unpaired(
         encode = _Encoder(tokenizer, (row.completion for row in chunk), tally)
         talks = iter(
             encode.conversations(
-                (place(tally.num_rows + number), row.prompt, (row.completion,))
+                (place(tally.num_rows + number), row, (row.completion,))
                 for number, row in enumerate(chunk)
                 if row.prompt is None or not _is_text(row.prompt, row.completion)
             )
@@ -185,6 +186,7 @@ class _Encoder:
     def __init__(self, tokenizer: Any, answers: Iterable[Any], tally: Tally) -> None:
         self._tokenizer = tokenizer
         self._tally = tally
+        self._ends = Ends.of(tokenizer)
         texts = list({answer for answer in answers if isinstance(answer, str)})
         self._answers = dict(zip(texts, token_ids_of(tokenizer, texts, special_tokens=False), strict=True))
 
@@ -201,32 +203,44 @@ class _Encoder:
         [ids] = token_ids_of(self._tokenizer, [text], special_tokens=True)
         return ids if ids[-1:] == [self._tokenizer.eos_token_id] else [*ids, self._tokenizer.eos_token_id]
 
-    def conversations(self, rows: Iterable[tuple[str, Any, Sequence[Any]]]) -> list[list[list[int]] | ConfigError]:
-        """Of the name, prompt and answers of each row: the prompt as the template renders it before the assistant's
-        turn, and what each answer adds to it."""
+    def conversations(
+        self, rows: Iterable[tuple[str, PairRow | UnpairedRow, Sequence[Any]]]
+    ) -> list[list[list[int]] | ConfigError]:
+        """Of the name and answers of each row: the prompt as the template renders it before the assistant's turn, and
+        what the model writes behind it to give each answer."""
         return in_step(
-            self._tokenizer, [(where, self._conversation(prompt, answers, where)) for where, prompt, answers in rows]
+            self._tokenizer, [(where, self._conversation(row, answers, where)) for where, row, answers in rows]
         )
 
-    def _conversation(self, prompt: Any, answers: Sequence[Any], where: str) -> Encoding[list[list[int]]]:
+    def _conversation(
+        self, row: PairRow | UnpairedRow, answers: Sequence[Any], where: str
+    ) -> Encoding[list[list[int]]]:
+        prompt, tools = cast(Any, row.prompt), row.tools or ()
         wholes = [as_messages(answer) for answer in answers]
         if prompt is None:
             prompt = _common_start(wholes)
             wholes = [whole[len(prompt) :] for whole in wholes]
-        before_chat = [Chat(prompt, generation_prompt=True)] if prompt else []
-        rendered = yield Ask(chats=[*before_chat, *(Chat((*prompt, *answer)) for answer in wholes)])
+        before_chat = [Chat(prompt, True, tools)] if prompt else []
+        chats = [*before_chat, *(Chat((*prompt, *answer), tools=tools) for answer in wholes)]
+        rendered = yield Ask(chats=chats)
         before_text, texts = (rendered[0], rendered[1:]) if prompt else ("", rendered)
+        written = []
         for text, answer in zip(texts, wholes, strict=True):
-            report_omissions(text, (*prompt, *answer), where, self._tally)
-        before, *encoded = yield Ask(texts=[before_text, *texts])
-        added = []
-        for ids in encoded:
-            if ids[: len(before)] != before:
+            said = written_after(before_text, text, answer[0])
+            if said is None:
                 raise ConfigError(
                     f"{where}: the chat template renders the prompt differently with and without an answer, "
                     "so the two cannot be told apart; use another template, or texts"
                 )
-            added.append(ids[len(before) :])
+            written.append(said if self._ends.end(said) else said + self._ends.eos)
+            messages = (*prompt, *answer)
+            report_omissions(text, [text] * len(messages), messages, tools, where, self._tally)
+        before, *encoded = yield Ask(texts=[before_text, *(before_text + said for said in written), *written])
+        added = []
+        for whole, alone in zip(encoded[: len(written)], encoded[len(written) :], strict=True):
+            # A token may straddle the edge: a line break of the header, say, with one that the answer begins with. An
+            # engine has the prompt's tokens alone, and so has the policy here.
+            added.append(whole[len(before) :] if whole[: len(before)] == before else alone)
         return [before, *added]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -79,6 +79,8 @@ class Sample:
     """The input row's own ``id``."""
     extras: dict[str, Any]
     """The input row's further keys."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """That the chat template shows to the model."""
 
 
 @dataclass(frozen=True)
@@ -141,19 +143,26 @@ def identify(
     identities = SampleIds(model, params)
     samples = []
     for row, ids, occurrence in zip(rows, token_ids, occurrences, strict=True):
-        prompt = prompt_of(row)
+        prompt, asked = prompt_of(row), _identified(row)
         for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
-            samples.append(Sample(identities.of(prompt, index), prompt, ids, index, row.id, row.extras))
+            samples.append(
+                Sample(identities.of(asked, index), prompt, ids, index, row.id, row.extras, list(row.tools or ()))
+            )
     return samples
 
 
 def prompt_of(row: PromptRow) -> Any:
     """The text of a row, or its messages, as its samples have them."""
-    return row.prompt if row.prompt is not None else [message.model_dump() for message in row.messages or ()]
+    return row.prompt if row.prompt is not None else [message.document() for message in row.messages or ()]
+
+
+def _identified(row: PromptRow) -> Any:
+    """What of a row makes its samples: the prompt, and the tools that its template shows to the model."""
+    return prompt_of(row) if row.tools is None else {"messages": prompt_of(row), "tools": list(row.tools)}
 
 
 def _prompt_key(row: PromptRow) -> str | bytes:
-    return row.prompt if row.prompt is not None else orjson.dumps(prompt_of(row), option=orjson.OPT_SORT_KEYS)
+    return row.prompt if row.prompt is not None else orjson.dumps(_identified(row), option=orjson.OPT_SORT_KEYS)
 
 
 def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
@@ -179,7 +188,13 @@ def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | Non
 def encode_samples(samples: Iterable[Sample]) -> bytes:
     """One line a sample."""
     names = [field.name for field in fields(Sample)]
-    return b"".join(orjson.dumps({name: getattr(sample, name) for name in names}, option=_DUMP) for sample in samples)
+    lines = []
+    for sample in samples:
+        line = {name: getattr(sample, name) for name in names}
+        if not sample.tools:
+            del line["tools"]
+        lines.append(orjson.dumps(line, option=_DUMP))
+    return b"".join(lines)
 
 
 def decode_samples(data: bytes) -> list[Sample]:

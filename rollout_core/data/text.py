@@ -38,10 +38,10 @@ def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[in
     token_ids: list[list[int]] = [[] for _ in rows]
     problems: dict[int, str] = {}
     texts = [(place, row.prompt) for place, row in enumerate(rows) if row.prompt is not None]
-    talks = [(place, row.messages) for place, row in enumerate(rows) if row.messages is not None]
-    chats = [Chat(messages, generation_prompt=True) for _, messages in talks]
+    talks = [(place, row.messages, row.tools or ()) for place, row in enumerate(rows) if row.messages is not None]
+    chats = [Chat(messages, True, tools) for _, messages, tools in talks]
     rendered: list[tuple[int, str]] = []
-    for (place, _), text in zip(talks, render_chats(tokenizer, chats), strict=True):
+    for (place, _, _), text in zip(talks, render_chats(tokenizer, chats), strict=True):
         if isinstance(text, Problem):
             problems[place] = text.reason
         else:

@@ -27,7 +27,12 @@ from rollout_core.objects import ObjectStore
 
 SHOWN_LONGEST = 5
 SHOWN_PROBLEMS = 5
-_NAMES = {"num_truncated": "truncated rows", "num_left_out": "skipped rows"}
+_NAMES = {
+    "num_truncated": "truncated rows",
+    "num_left_out": "skipped rows",
+    "num_turn_by_turn": "rows trained turn by turn",
+    "num_ended": "rows ended with EOS, as the template ends no turn",
+}
 _ROW_NUMBER = re.compile(r"^row (\d+)")
 log = logging.getLogger(__name__)
 ItemT = TypeVar("ItemT")
@@ -50,6 +55,10 @@ class DataReport:
     """Rows cut at max_seq_len, those left out for it included."""
     num_left_out: int = 0
     """Rows of which nothing is trained: no assistant token, or nothing that the cut left."""
+    num_turn_by_turn: int = 0
+    """Conversations whose turns are trained each behind a prompt of its own, or only their last turn."""
+    num_ended: int = 0
+    """Of these, those whose turns the chat template ends with no token: the EOS token is trained there."""
     longest: tuple[tuple[str, int], ...] = ()
     """Place and tokens, before the cut, of the longest rows, longest first."""
     num_template_problems: int = 0
@@ -107,6 +116,8 @@ class Tally:
     num_trained_tokens: int = 0
     num_truncated: int = 0
     num_left_out: int = 0
+    num_turn_by_turn: int = 0
+    num_ended: int = 0
     num_template_problems: int = 0
     template_problems: list[str] = field(default_factory=list)
     _longest: list[tuple[int, int, str]] = field(default_factory=list)
@@ -148,6 +159,8 @@ class Tally:
             "num_trained_tokens": self.num_trained_tokens,
             "num_truncated": self.num_truncated,
             "num_left_out": self.num_left_out,
+            "num_turn_by_turn": self.num_turn_by_turn,
+            "num_ended": self.num_ended,
             "longest": tuple((place, tokens) for tokens, _, place in sorted(self._longest, reverse=True)),
             "num_template_problems": self.num_template_problems,
             "template_problems": tuple(self.template_problems),

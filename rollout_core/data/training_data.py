@@ -45,12 +45,13 @@ class RowForm(Generic[ItemT, ReportT]):
 
     def key(self, dataset: ContentId, tokenizer: ContentId) -> ContentId:
         """Identity of a tokenised data set. Its version is raised when the same rows would give other items."""
-        return content_id("tokenized/1", [self.kind, dataset, tokenizer, self.options])
+        return content_id("tokenized/2", [self.kind, dataset, tokenizer, self.options])
 
 
 def sft_form(settings: SFTSettings) -> RowForm[Example, DataReport]:
     """Rows of SFT; tokenising raises ConfigError as `each_example`."""
-    options = {"loss_on": settings.loss_on, "max_seq_len": settings.sequence.max_length}
+    sequence = settings.sequence
+    options = {"loss_on": settings.loss_on, "max_seq_len": sequence.max_length, "turns": sequence.turns}
     return RowForm("sft", SftRow, each_example, EXAMPLES, DataReport, options)
 
 

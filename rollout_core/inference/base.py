@@ -57,8 +57,10 @@ class Request:
     seed: int
     """Seed of this request alone, in [0, 2**31): the same request draws the same tokens in any batch."""
     prompt_text: str = field(default="", compare=False)
-    messages: Sequence[Mapping[str, str]] = field(default=(), compare=False)
-    """Of a chat, before the template: role and content of each."""
+    messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    """Of a chat, before the template."""
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    """That the template shows to the model."""
 
 
 @dataclass(frozen=True)

@@ -372,6 +372,7 @@ class _BatchRun:
             seed=seed_of(sample_id),
             prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
             messages=() if isinstance(sample.prompt, str) else sample.prompt,
+            tools=sample.tools,
         )
 
     async def commit(self, group: Sequence[Drawn]) -> None:

@@ -276,8 +276,9 @@ def _message(message: Any, place: int) -> dict[str, Any]:
         content = "".join(texts)
     if content is not None and not isinstance(content, str):
         raise ApiError(400, f"{where}: content is neither text nor a list of parts", "messages")
-    message["content"] = content or ""
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    message["content"] = content if calls else content or ""
+    if calls:
         message["tool_calls"] = [_called(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     else:
         message.pop("tool_calls", None)

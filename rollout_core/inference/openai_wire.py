@@ -17,6 +17,7 @@ from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome
 from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
 from rollout_core.inference.base import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
 from rollout_core.inference.endpoint import Malformed
+from rollout_core.models.messages import openai_messages
 
 _IMPOSSIBLE = -9999.0
 """vLLM's server writes this for minus infinity."""
@@ -71,7 +72,8 @@ def body_of(config: OpenAIBackend, served: str, tokenizer: Any, request: Request
 
 def _prompt(config: OpenAIBackend, tokenizer: Any, request: Request) -> dict[str, Any]:
     if config.api == "chat":
-        return {"messages": [dict(message) for message in request.messages] or _one_user(request.prompt_text)}
+        tools = {"tools": list(request.tools)} if request.tools else {}
+        return {"messages": openai_messages(request.messages) or _one_user(request.prompt_text), **tools}
     if config.dialect == "vllm":
         return {"prompt": list(request.prompt_token_ids)}
     return {"prompt": request.prompt_text or tokenizer.decode(list(request.prompt_token_ids))}

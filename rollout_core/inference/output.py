@@ -15,6 +15,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import InferBatchConfig, OutputDir, identity
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.shards import read_shard
+from rollout_core.models.messages import openai_messages
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
 from rollout_core.store.codec import ordered_json
@@ -93,7 +94,7 @@ def shard_rows(
         error = completion.get("error")
         fields: dict[str, Any] = {
             "id": row.id or completion["id"],
-            "prompt": row.prompt if row.prompt is not None else [item.model_dump() for item in row.messages or ()],
+            "prompt": row.prompt if row.prompt is not None else [item.document() for item in row.messages or ()],
             "completion": completion["text"] if error is None else None,
             "sampling_params": sampling,
             "model_uri": config.model.uri,
@@ -127,7 +128,7 @@ def output_id(config: InferBatchConfig, shards: Sequence[ShardCompletions]) -> C
     """Stands for what is written: rows, completions and form."""
     output = config.output
     form = [output.format, output.token_ids, output.logprobs, config.model.uri, identity(config.sampling)]
-    return content_id("output-file/3", [*form, [[shard.rows, shard.completions] for shard in shards]])
+    return content_id("output-file/4", [*form, [[shard.rows, shard.completions] for shard in shards]])
 
 
 def write_known(
@@ -154,7 +155,10 @@ def parquet_schema(*, token_ids: bool, logprobs: bool, alternatives: bool = Fals
     """
     import pyarrow as pa
 
-    message = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
+    function = pa.struct([pa.field("name", pa.string()), pa.field("arguments", pa.string())])  # as JSON
+    call = pa.struct([pa.field("id", pa.string()), pa.field("type", pa.string()), pa.field("function", function)])
+    texts = ("role", "content", "reasoning_content", "tool_call_id", "name")
+    message = pa.struct([*(pa.field(name, pa.string()) for name in texts), pa.field("tool_calls", pa.list_(call))])
     alternative = pa.struct([pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())])
     return pa.schema(
         [
@@ -209,7 +213,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         **row,
         "top_logprobs": alternatives,
         "prompt": row["prompt"] if is_text else None,
-        "messages": None if is_text else row["prompt"],
+        "messages": None if is_text else openai_messages(row["prompt"]),
         "generated_at": None if moment is None else _moment(moment),
         "extras": ordered_json(row["extras"]).decode(),
     }

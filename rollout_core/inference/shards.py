@@ -49,7 +49,7 @@ from rollout_core.store import LightningStore
 
 log = logging.getLogger(__name__)
 
-SHARD_FORMAT = 2
+SHARD_FORMAT = 3
 """Raised when the bytes of shards change for the same rows, or what is noted of them."""
 _SLOWLY = b" "
 """Before a line that orjson could not write."""
@@ -176,8 +176,10 @@ class _Lines:
             key = row.prompt.encode()
         else:
             self.num_chats += 1
-            document["messages"] = [message.model_dump() for message in row.messages or ()]
-            key = orjson.dumps(document["messages"], option=orjson.OPT_SORT_KEYS)
+            document["messages"] = [message.document() for message in row.messages or ()]
+            if row.tools is not None:
+                document["tools"] = list(row.tools)
+            key = orjson.dumps(document if row.tools else document["messages"], option=orjson.OPT_SORT_KEYS)
         if row.id is not None:
             document["id"] = row.id
         if row.extras:
@@ -206,6 +208,7 @@ def _shard_row(document: dict[str, Any]) -> ShardRow:
         "extras": document.get("extras", {}),
         "prompt": document["prompt"],
         "messages": None,
+        "tools": None,
         "id": document.get("id"),
     }
     return ShardRow(trusted(PromptRow, fields), occurrence)

@@ -5,8 +5,10 @@ from .facts import (
 from .locating import (
     import_model as import_model,
 )
-from .pretrained import (
+from .messages import (
     ChatMessage as ChatMessage,
+)
+from .pretrained import (
     load_causal_lm as load_causal_lm,
     load_tokenizer as load_tokenizer,
 )

@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.ids import ContentId, content_id
@@ -344,12 +342,3 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files of one model folder into another, byte for byte."""
     for file in tokenizer_files(source):
         shutil.copyfile(file, target / file.name)
-
-
-class ChatMessage(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str

@@ -392,7 +392,7 @@ def _view(opened: _OpenFile, place: int, first: int) -> SampleView:
     prompt_token_ids: Sequence[int] = ()
     if opened.of.is_shard:
         given = shard_row(line).row
-        prompt = given.prompt if given.prompt is not None else [each.model_dump() for each in given.messages or ()]
+        prompt = given.prompt if given.prompt is not None else [each.document() for each in given.messages or ()]
     else:
         sample = Sample(**orjson.loads(line)) if line else None
         prompt = ""

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
 from rollout_core.data.datasets import PromptRow, SftRow
-from rollout_core.data.examples import DataReport, Example
+from rollout_core.data.examples import DataReport, Example, each_example
 from rollout_core.data.text import tokenize_prompts
-from rollout_core.models.pretrained import ChatMessage, load_tokenizer
+from rollout_core.models.messages import ChatMessage
+from rollout_core.models.pretrained import load_tokenizer
 from tests.rows import tokenize_sft
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -134,12 +135,13 @@ CONVERSATION = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"
 def test_the_mask_equals_transformers_own(tokenizer: Any, turns: list[tuple[str, str]], answer: str):
     """From the template's generation marks, an independent way to the same answer."""
     row = chat(*turns, ("assistant", answer))
-    messages = [message.model_dump() for message in row.messages or ()]
+    messages = [message.document() for message in row.messages or ()]
     theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     mask = [bool(on) for on in theirs["assistant_masks"]]
     assert tokenize(tokenizer, row) == [Example(theirs["input_ids"], mask)]
-    [prompt] = tokenize_prompts(tokenizer, [PromptRow(messages=row.messages)])
-    assert prompt == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked = [*messages, {"role": "user", "content": "2 1"}]
+    [prompt] = tokenize_prompts(tokenizer, [PromptRow.model_validate({"messages": asked})])
+    assert prompt == tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def test_a_token_that_straddles_the_edge_of_a_turn_does_no_harm():
@@ -213,9 +215,90 @@ def test_where_turns_are_rewritten_the_templates_own_marks_decide(tokenizer: Any
     assert told.template_problems == ("row 1: the chat template leaves out or rewrites turn 2, the assistant's",)
     bare = REWRITING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     monkeypatch.setattr(tokenizer, "chat_template", bare)
-    with pytest.raises(ConfigError, match=r"turn 2 differently .* such as one with {% generation %} marks"):
-        tokenize(tokenizer, chat(*THOUGHTS))
-    with pytest.raises(ConfigError, match=r"turn 2 differently"):
-        monkeypatch.setattr(tokenizer, "chat_template", REWRITING)
-        mask = {"loss_mask": [False, True, False, False]}
-        tokenize(tokenizer, SftRow.model_validate({**chat(*THOUGHTS).document(), **mask}), kind="custom")
+    [example], told = report(tokenizer, chat(*THOUGHTS))
+    assert trained_parts(tokenizer, example) == [f"<think>swap</think>1 2{END}\n", f"3 4{END}\n"]
+    assert len(example.lengths) == 2 and told.num_turn_by_turn == 1
+    monkeypatch.setattr(tokenizer, "chat_template", REWRITING)
+    mask = {"loss_mask": [False, True, False, False]}
+    [example] = tokenize(tokenizer, SftRow.model_validate({**chat(*THOUGHTS).document(), **mask}), kind="custom")
+    assert trained_parts(tokenizer, example) == [f"<think>swap</think>1 2{END}\n"]
+
+
+# How turns are trained
+
+
+def turns(tokenizer: Any, row: SftRow, turns: str | None, limit: int = 512) -> tuple[list[list[str]], DataReport]:
+    """The trained parts of each sequence that a row becomes."""
+    examples: list[Example] = []
+    told = each_example(
+        tokenizer, [row], examples.append, loss_on=LossOn(), max_seq_len=limit, turns=turns  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    return [trained_parts(tokenizer, Example(*sequence)) for sequence in examples[0].sequences()], told
+
+
+def test_turns_are_trained_together_each_or_only_the_last(tokenizer: Any):
+    first, last = f"1 2{END}\n", f"3 4{END}\n"
+    assert turns(tokenizer, chat(*TURNS), "all")[0] == turns(tokenizer, chat(*TURNS), None)[0] == [[first, last]]
+    assert turns(tokenizer, chat(*TURNS), "each")[0] == [[first], [last]]
+    parts, told = turns(tokenizer, chat(*TURNS), "last")
+    assert parts == [[last]] and (told.num_examples, told.num_turn_by_turn) == (1, 1)
+
+
+def test_all_turns_of_a_template_that_rewrites_them_are_refused_where_asked_for(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
+    bare = REWRITING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    monkeypatch.setattr(tokenizer, "chat_template", bare)
+    with pytest.raises(ConfigError, match=r"row 1: .* leave out sequence.turns, or set it to 'each' or 'last'"):
+        turns(tokenizer, chat(*THOUGHTS), "all")
+
+
+def test_a_turn_of_weight_zero_is_not_trained(tokenizer: Any):
+    row = chat(*TURNS).document()
+    row["messages"][2]["weight"] = 0
+    assert turns(tokenizer, SftRow.model_validate(row), None)[0] == [[f"3 4{END}\n"]]
+
+
+def test_each_sequence_of_a_row_is_cut_and_those_that_nothing_is_left_of_are_dropped(tokenizer: Any):
+    [first, _] = turns_of(tokenizer, chat(*TURNS))
+    parts, told = turns(tokenizer, chat(*TURNS), "each", limit=len(first.token_ids))
+    assert parts == [[f"1 2{END}\n"]] and (told.num_truncated, told.num_examples) == (1, 1)
+    assert told.longest[0][1] > told.num_tokens == len(first.token_ids)
+
+
+def turns_of(tokenizer: Any, row: SftRow) -> list[Example]:
+    examples: list[Example] = []
+    each_example(tokenizer, [row], examples.append, loss_on=LossOn(), max_seq_len=512, turns="each")
+    return [Example(*sequence) for sequence in examples[0].sequences()]
+
+
+def test_a_row_of_several_sequences_is_one_item_whose_turns_do_not_see_each_other(tokenizer: Any, tiny_model: Path):
+    """The loss of the row is that of its sequences alone, weighed by their trained tokens."""
+    import torch
+    from updates import sft_settings
+
+    from rollout_core.algorithms.policy import Policy
+    from rollout_core.algorithms.supervised import SFT
+    from rollout_core.models.pretrained import load_causal_lm
+
+    examples: list[Example] = []
+    each_example(tokenizer, [chat(*TURNS)], examples.append, loss_on=LossOn(), max_seq_len=512, turns="each")
+    plain = load_causal_lm(tiny_model)
+    plain.resize_token_embeddings(len(tokenizer))
+    learner = SFT(
+        Policy(plain),
+        examples,
+        sft_settings(minibatch_size=1, gradient_accumulation=1),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    [batch] = learner.minibatches(0)
+    assert learner.num_items == 1 and batch.num_rows == 2
+    total, count = 0.0, 0
+    for sequence in turns_of(tokenizer, chat(*TURNS)):
+        ids = torch.tensor([sequence.token_ids])
+        logprobs = plain(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        kept = torch.tensor(sequence.trained[1:])
+        total -= logprobs.gather(1, ids[0, 1:, None])[:, 0][kept].sum().item()
+        count += int(kept.sum())
+    assert learner.loss(batch, [batch]).loss.item() == pytest.approx(total / count, rel=1e-5)

@@ -23,7 +23,7 @@ from rollout_core.inference import output
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
 from rollout_core.inference.shards import import_shards, read_shard, shard_samples, shards_of
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import ChatMessage
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
 
@@ -144,7 +144,9 @@ def test_parquet_has_typed_columns_of_the_same_rows(
     assert {field.name: str(field.type) for field in file.schema_arrow} == {
         "id": "string",
         "prompt": "string",
-        "messages": "list<element: struct<role: string, content: string>>",
+        "messages": "list<element: struct<role: string, content: string, reasoning_content: string, "
+        "tool_call_id: string, name: string, tool_calls: list<element: struct<id: string, type: string, "
+        "function: struct<name: string, arguments: string>>>>>",
         "completion": "string",
         "sampling_params": "string",
         "model_uri": "string",
@@ -165,7 +167,8 @@ def test_parquet_has_typed_columns_of_the_same_rows(
     assert orjson.loads(second["extras"]) == {"deep": {"x": [1.5, None]}} and third["extras"] == "{}"
     assert orjson.loads(first["sampling_params"]) == config.sampling.model_dump(mode="json")
     assert (first["token_ids"], first["logprobs"]) == ([1, 0], [-0.5, -0.25])
-    assert (chat["prompt"], chat["messages"]) == (None, [{"role": "user", "content": "hi"}])
+    absent = dict.fromkeys(("reasoning_content", "tool_call_id", "name", "tool_calls"))
+    assert (chat["prompt"], chat["messages"]) == (None, [{"role": "user", "content": "hi", **absent}])
     assert (chat["completion"], chat["finish_reason"], chat["error"]) == (None, "error", "too long")
 
 

@@ -21,7 +21,7 @@ from rollout_core.data.samples import (
     encode_samples,
     make_samples,
 )
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import ChatMessage
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=8)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import decode_as_streamed, decode_completions, tokenize_prompts
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import ChatMessage
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -5,6 +5,7 @@ Templates are rendered by transformers' own function, and texts tokenised as its
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import resource
@@ -60,8 +61,70 @@ def _render(request: dict[str, Any], step: Step) -> list[Any]:
         if request["is_random"]:
             random.seed(0)
         given = sum(map(characters, [*messages, *tools]))
-        found.append(_tried(lambda: render(messages, generation_prompt, tools), given, request["seconds"]))  # noqa: B023 - called at once
+        found.append(
+            _tried(lambda: _rendered(messages, tools, generation_prompt, render), given, request["seconds"])  # noqa: B023 - called at once
+        )
     return found
+
+
+def _rendered(
+    messages: list[Any], tools: list[Any], generation_prompt: bool, render: Callable[[list[Any], bool, list[Any]], str]
+) -> str:
+    """The text of the first form of the messages that the template writes as it is meant.
+
+    Templates differ in what they expect of a message that calls tools: its arguments as an object or as JSON text, its
+    content as none or as an empty text. With the other they fail, or write Python's words for an object or nothing.
+    """
+    forms = _forms(messages)
+    refusal, text = None, None
+    for form in forms:
+        try:
+            found = render(form, generation_prompt, tools)
+        except (_TooSlow, MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            refusal = error  # in the end that of the most lenient form
+            continue
+        if len(forms) == 1 or not _has_python_words(found, messages, tools):
+            return found
+        text = found if text is None else text
+    if text is None:
+        assert refusal is not None, "there is a form at least"
+        raise refusal
+    return text
+
+
+def _forms(messages: list[Any]) -> list[list[Any]]:
+    """The messages as they are, then with arguments as text, each once more with empty content for none."""
+    forms = [messages]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append([_with_arguments_as_text(message) for message in messages])
+    if any("content" in message and message["content"] is None for message in messages):
+        forms += [[{**turn, "content": turn.get("content") or ""} for turn in form] for form in list(forms)]
+    return forms
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        if isinstance(function.get("arguments"), dict):
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _has_python_words(text: str, messages: list[Any], tools: list[Any]) -> bool:
+    """Whether the text has an object as Python writes it, or a word for nothing that no message has."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, dict) and arguments and repr(arguments) in text:
+                return True
+    if all(message.get("content", "") is not None for message in messages):
+        return False
+    given = json.dumps([tools, [{**message, "content": message.get("content") or ""} for message in messages]])
+    return any(text.count(word) > given.count(word) for word in ("None", "null"))
 
 
 def characters(value: Any) -> int:
@@ -160,6 +223,7 @@ def _mark(request: dict[str, Any], step: Step) -> list[Any] | None:
     with _time_limit(request["seconds"]):
         [text], [spans] = render_jinja_template(
             conversations=[request["messages"]],
+            tools=request["tools"] or None,
             chat_template=request["template"],
             return_assistant_tokens_mask=True,
             **request["variables"],

@@ -16,7 +16,7 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.isolation.child import Ended, KeptChild
 from rollout_core.base.processes import Limits
 from rollout_core.models.bounded.texts import characters
-from rollout_core.models.pretrained import ChatMessage
+from rollout_core.models.messages import ChatMessage
 
 REQUEST_ITEMS = 512
 REQUEST_CHARACTERS = 2**21
@@ -46,10 +46,8 @@ class Chat:
     """That the assistant may call, as OpenAI's API describes them."""
 
     def plain(self) -> list[dict[str, Any]]:
-        return [
-            {"role": turn.role, "content": turn.content} if isinstance(turn, ChatMessage) else dict(turn)
-            for turn in self.messages
-        ]
+        """Messages as a chat template gets them."""
+        return [turn.plain() if isinstance(turn, ChatMessage) else dict(turn) for turn in self.messages]
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> lis
 
 def marked_tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and which of them its template marks as the assistant's."""
-    request = _template_of(tokenizer) | {"operation": "mark", "messages": chat.plain()}
+    request = _template_of(tokenizer) | {"operation": "mark", "messages": chat.plain(), "tools": list(chat.tools)}
     ids, marked = _ask_about(tokenizer, request)
     return ids, marked
 
