@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -240,12 +241,33 @@ def _epoch_order(num_items: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_items, generator=generator)
 
 
-def positions_at(step: int, *, num_items: int, per_step: int, seed: int) -> list[int]:
+@dataclass(frozen=True)
+class Cursor:
+    """Where training is in its passes over the data: optimizer step ``step`` (from 0) begins with item number ``item``
+    of all passes."""
+
+    step: int = 0
+    item: int = 0
+
+    def numbers(self, step: int, per_step: int, end: int | None = None) -> tuple[int, int]:
+        """First item of ``step``, which is this one or later, and first of the next: ``per_step`` further, or ``end``,
+        where the passes end."""
+        first = self.item + (step - self.step) * per_step
+        return first, first + per_step if end is None else min(first + per_step, end)
+
+    def steps(self, end: int, per_step: int) -> int:
+        """Steps of training that ends before item number ``end``; the last one may have fewer items."""
+        return self.step + max(0, math.ceil((end - self.item) / per_step))
+
+
+def positions_at(step: int, *, num_items: int, per_step: int, seed: int, epochs: int | None = None) -> list[int]:
     """Items of optimizer step ``step`` (from 0): passes over the data follow each other without a gap.
 
-    This is the whole data cursor: a resumed run needs nothing but its step.
+    With ``epochs`` they end after so many, and the last step has the items that are left. This is the whole data
+    cursor: a resumed run needs nothing but its step.
     """
-    return positions_between(step * per_step, (step + 1) * per_step, num_items=num_items, seed=seed)
+    end = None if epochs is None else epochs * num_items
+    return positions_between(*Cursor().numbers(step, per_step, end), num_items=num_items, seed=seed)
 
 
 def positions_between(first: int, last: int, *, num_items: int, seed: int) -> list[int]:
