@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
-from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.text import Ask, Encoding, ended, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
 from rollout_core.models.pretrained import ChatMessage
@@ -77,9 +77,7 @@ def each_example(
             where = place(tally.num_rows)
             _check_mask(row, loss_on, where)
             if row.prompt is not None:
-                prompt = next(prompts)
-                tally.prompt(tokenizer, prompt, where)
-                example = _pair_example(tokenizer, prompt, next(completions))
+                example = _pair_example(tokenizer, next(prompts), next(completions))
             elif row.messages is not None:
                 example = next(chats)
                 if isinstance(example, ConfigError):
@@ -124,7 +122,7 @@ def _trained_turns(row: SftRow, loss_on: LossOn) -> list[bool]:
 def _token_example(tokenizer: Any, row: SftRow, where: str) -> Example:
     assert row.input_ids is not None, "a row has one of three forms"
     highest = max(row.input_ids)
-    if highest >= len(tokenizer):
+    if highest >= len(tokenizer) and highest > max(tokenizer.get_vocab().values()):
         raise ConfigError(f"{where}: token id {highest} is none of the tokenizer's {len(tokenizer)}")
     if row.labels is not None:
         return Example(list(row.input_ids), [label != UNTRAINED_LABEL for label in row.labels])
@@ -132,7 +130,7 @@ def _token_example(tokenizer: Any, row: SftRow, where: str) -> Example:
 
 
 def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[int]) -> Example:
-    completion_ids = [*completion_ids, tokenizer.eos_token_id]
+    completion_ids = ended(completion_ids, tokenizer.eos_token_id)
     return Example(prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids))
 
 

@@ -45,7 +45,7 @@ class RowForm(Generic[ItemT, ReportT]):
 
     def key(self, dataset: ContentId, tokenizer: ContentId) -> ContentId:
         """Identity of a tokenised data set. Its version is raised when the same rows would give other items."""
-        return content_id("tokenized/1", [self.kind, dataset, tokenizer, self.options])
+        return content_id("tokenized/2", [self.kind, dataset, tokenizer, self.options])
 
 
 def sft_form(settings: SFTSettings) -> RowForm[Example, DataReport]:

@@ -26,7 +26,7 @@ from rollout_core.algorithms.experience import (
 from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
 from rollout_core.algorithms.policy import Policy, zero_head
 from rollout_core.algorithms.supervised import SFT
-from rollout_core.base.errors import Recoverable
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import (
     AdaptiveKL,
     BudgetConfig,
@@ -48,6 +48,7 @@ from rollout_core.data.packing import Document, pack
 from rollout_core.data.samples import SampledCompletion, decode_completions_blob
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects import SnapshotStore
+from tests.padding import pad_vocabulary
 from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
@@ -81,6 +82,21 @@ def test_an_update_keeps_the_advantages_of_its_samples(tiny_model, tmp_path):
     whitened = [value for _, values in kept_advantages(ppo, tiny_model, tmp_path / "ppo") for value in values]
     assert np.mean(whitened) == pytest.approx(0, abs=1e-5) and np.var(whitened, ddof=1) == pytest.approx(1, abs=1e-4)
     assert len(set(whitened)) > 10, "each token has its own"
+
+
+@pytest.mark.parametrize("update", [ppo, grpo])
+def test_an_update_shares_probabilities_among_the_ids_that_are_drawn(update, tiny_model, tmp_path):
+    """The output layer's rows of others stay what they are, and completions that have them are refused."""
+    pad_vocabulary(tiny_model, tmp_path / "padded", seed=1)
+    known, place = len(load_tokenizer(tiny_model)), update_context(tmp_path)
+    checkpoint = update(place, tmp_path / "padded", optimizer=OptimizerConfig(lr=1e-3))
+    before, after = (
+        load_causal_lm(folder).get_output_embeddings().weight
+        for folder in (tmp_path / "padded", place.objects.local_tree(checkpoint.model, tmp_path / "models"))
+    )
+    assert torch.equal(before[known:], after[known:]) and not torch.equal(before[:known], after[:known])
+    with pytest.raises(ConfigError, match=rf"has the token id {known}, and the tokenizer in .* has {known} ids"):
+        on_policy_updates._known_ids(tmp_path / "padded", [Trajectory([2], [3, known], [-1.0] * 2, 1.0, False)])
 
 
 def test_what_is_masked_counts_in_no_loss_and_keeps_no_advantage():
