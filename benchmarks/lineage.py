@@ -25,7 +25,7 @@ from rich.table import Table
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow, to_jsonl
-from rollout_core.data.samples import Completion, encode_completion, encode_samples, identify
+from rollout_core.data.samples import Completion, encode_completion, encode_samples, identify, identities_of
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Lineage, record_lineage
 
@@ -74,7 +74,8 @@ def history(objects: ObjectStore, per_iteration: int) -> tuple[ContentId, Conten
 
     for number in range(ITERATIONS):
         prompts = [list(range(8))] * per_iteration
-        samples = identify(rows, prompts, [0] * per_iteration, model=model, params=params, samples_per_prompt=1)
+        identities = identities_of(model, params, None)
+        samples = identify(rows, prompts, [0] * per_iteration, identities, samples_per_prompt=1)
         texts = [encode_samples(samples), b"".join(encode_completion(drawn(one.id, draw)) for one in samples)]
         num_bytes += sum(map(len, texts))
         sampled, completed = map(objects.put_bytes, texts)

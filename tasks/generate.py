@@ -20,7 +20,7 @@ from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
 from rollout_core.inference.runs import tally
 from rollout_core.inference.training_samples import Failed, FailedSamples, complete_batch
-from rollout_core.models.facts import max_positions
+from rollout_core.models.facts import known_ids, max_positions
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet, Record
@@ -33,7 +33,7 @@ from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 
-@stage(version=1, optional=("seed", "opened"))
+@stage(version=2, optional=("seed", "opened"))
 def enqueue_prompts(
     prompts: ContentId,
     model: ContentId,
@@ -60,14 +60,16 @@ def enqueue_prompts(
     order = _order(last, len(rows), seed) if opened is None else opened.positions(objects, last, seed=seed or 0)
     folder = local_model(objects, model, connections.cache_folder())
     limit = max_model_len or max_positions(folder)
+    tokenizer = load_tokenizer(folder)
     samples = make_samples(
-        load_tokenizer(folder),
+        tokenizer,
         [rows[position] for position in order[first:]],
         model=model,
         params=sampling,
         samples_per_prompt=samples_per_prompt,
         max_model_len=limit,
         earlier=[rows[position] for position in order[:first]],
+        known_ids=known_ids(folder, tokenizer),
     )
     blob = objects.put_bytes(encode_samples(samples))
     enqueue(samples, source=blob, mode=mode)

@@ -90,7 +90,7 @@ def states_here(states: StatesHere) -> Iterator[None]:
         _states_here.reset(token)
 
 
-@stage(version=3, concurrency="learner", optional=("held_out", "start_from", "teacher"))
+@stage(version=4, concurrency="learner", optional=("held_out", "start_from", "teacher"))
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -108,7 +108,7 @@ def sft_update(
     return _learn_from_rows(UpdateJob("sft", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -125,7 +125,7 @@ def rm_update(
     return _learn_from_rows(UpdateJob("rm", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
 def dpo_update(
     model: ContentId,
     reference: ContentId,
@@ -143,7 +143,7 @@ def dpo_update(
     return _learn_from_rows(UpdateJob("preference", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
 def kto_update(
     model: ContentId,
     reference: ContentId,

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from rollout_core.config import CONFIG_KINDS, parse_config
+from rollout_core.config import CONFIG_KINDS, BudgetConfig, load_config, parse_config
 from rollout_core.plans.first_config import KINDS, choose, config_text
 from rollout_core.plans.surroundings import Surroundings, look_around
 
@@ -89,6 +89,16 @@ def test_every_first_configuration_is_one_of_its_kind(kind: str, project: Path):
     assert f'"{FILES[kind]}"' in named and '"models/mine"' in named
     if kind in ("agent", "nightly"):
         assert '"data/held-out.jsonl"' in named
+
+
+def test_a_first_configuration_trains_as_many_steps_as_are_set(project: Path):
+    """One epoch is what it does by itself, and no second limit that a larger one would have to be raised with."""
+    rollout("init", "sft")
+    model = CONFIG_KINDS[KINDS["sft"].schema]
+    plain = load_config("sft.toml", model).model_dump()["algorithm"]["budget"]
+    assert BudgetConfig(**plain).passes == 1
+    steps = load_config("sft.toml", model, {"algorithm.budget.max_steps": 2000}).model_dump()["algorithm"]["budget"]
+    assert BudgetConfig(**steps) == BudgetConfig(max_steps=2000) and BudgetConfig(**steps).passes is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

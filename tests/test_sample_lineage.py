@@ -14,7 +14,7 @@ from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow, to_jsonl
 from rollout_core.data.examples import positions_between
 from rollout_core.data.sample_lineage import number_of, samples_behind, who_saw
-from rollout_core.data.samples import Completion, encode_completion, encode_samples, identify
+from rollout_core.data.samples import Completion, encode_completion, encode_samples, identify, identities_of
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Lineage, record_lineage
 from tests.test_cli import refused, rollout
@@ -39,7 +39,8 @@ def update(objects: ObjectStore, start: ContentId, model: ContentId, chosen: lis
     """An iteration over two samples of each of these rows, and its lineage."""
     rows = [ROWS[number] for number in chosen]
     params = SamplingParams(max_tokens=4)
-    samples = identify(rows, [[1]] * len(rows), [0] * len(rows), model=start, params=params, samples_per_prompt=2)
+    identities = identities_of(start, params, None)
+    samples = identify(rows, [[1]] * len(rows), [0] * len(rows), identities, samples_per_prompt=2)
     drawn = objects.put_bytes(encode_samples(samples))
     record(objects, made("enqueue_prompts", {"prompts": data, "model": start}, drawn))
     lines = [encode_completion(Completion(item.id, [7], [-0.5], "text", "stop")) for item in samples]

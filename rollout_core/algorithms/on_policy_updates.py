@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora
+from rollout_core.models.facts import known_ids
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 
@@ -74,6 +77,7 @@ def ppo_update(
     ``replayed`` says what completions count, where some are replayed.
     """
     trajectories = punish_overlong(load_trajectories(context.objects, samples, scores, replayed), settings)
+    known = _known_ids(context.model(model), trajectories)
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision, settings.parallel)
     device, settings = accelerator.device, divided(settings)
@@ -84,7 +88,7 @@ def ppo_update(
         values = ValueModel(load_on_policy(model, reference, settings, context, device).base_model)
     else:
         values = ValueModel(copy.deepcopy(trained.base_model))
-    policy = shard(Policy(trained, values), settings, device)
+    policy = shard(Policy(trained, values, known_ids=known), settings, device)
     state = _on_policy_state(trained, {VALUES: values}, train_state, settings, context, device)
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
     options = {"first_step": state.step, "seed": context.seed, "device": device}
@@ -128,13 +132,14 @@ def grpo_update(
     """
     trajectories = punish_overlong(load_trajectories(context.objects, samples, scores, replayed), settings)
     groups = load_groups(context.objects, scores, settings)
+    known = _known_ids(context.model(model), trajectories)
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision, settings.parallel)
     device = accelerator.device
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, data_ranks())
     settings = divided(settings)
     trained = load_on_policy(model, reference, settings, context, device)
-    policy = shard(Policy(trained), settings, device)
+    policy = shard(Policy(trained, known_ids=known), settings, device)
     state = _on_policy_state(trained, {}, train_state, settings, context, device)
     batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
     options: dict[str, Any] = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
@@ -216,10 +221,11 @@ def _reference_policy(
     """What the policy is held close to; with adapters, which are put into it, no second model."""
     if settings.lora is not None:
         # Weights that are cut are whole only in a call of what they were cut for. Elsewhere values need no pass.
-        return WithoutAdapters(policy if is_sharded(settings.parallel) else Policy(policy.model))
+        is_cut = is_sharded(settings.parallel)
+        return WithoutAdapters(policy if is_cut else Policy(policy.model, known_ids=policy.known_ids))
     frozen = load_to_train(context.model(reference), settings.parallel, device).eval()
     frozen.requires_grad_(False)
-    held_to = shard(Policy(frozen), settings, device)
+    held_to = shard(Policy(frozen, known_ids=policy.known_ids), settings, device)
     lay_out(frozen, settings)
     return held_to
 
@@ -267,6 +273,18 @@ def load_trajectories(
         )
         for sample, completion, value, weight in zip(prompts, completions, values, weights, strict=True)
     ]
+
+
+def _known_ids(folder: Path, trajectories: Sequence[Trajectory]) -> int | None:
+    """`known_ids` of the model in ``folder``. Raises ConfigError for a completion that has others."""
+    known = known_ids(folder, load_tokenizer(folder))
+    highest = max((token for item in trajectories for token in item.token_ids), default=-1) if known else -1
+    if known is not None and highest >= known:
+        raise ConfigError(
+            f"a completion has the token id {highest}, and the tokenizer in {folder} has {known} ids: the rest of the "
+            "model's vocabulary is padding, which no backend here draws; complete the prompts again"
+        )
+    return known
 
 
 def replay_figures(objects: ObjectStore, replayed: ContentId | None) -> dict[str, float]:

@@ -134,11 +134,18 @@ class ValueModel(PackedModel):
 
 
 class Policy(PackedModel):
-    """A causal language model over `PackedTokens`, with values from a linear head on its trunk or a `ValueModel`."""
+    """A causal language model over `PackedTokens`, with values from a linear head on its trunk or a `ValueModel`.
 
-    def __init__(self, model: Any, values: nn.Module | None = None, *, packed: bool = True) -> None:
+    With ``known_ids`` log-probabilities are those of a distribution over so many of the first token ids, from which
+    engines draw where a vocabulary is padded.
+    """
+
+    def __init__(
+        self, model: Any, values: nn.Module | None = None, *, packed: bool = True, known_ids: int | None = None
+    ) -> None:
         super().__init__(model, packed=packed)
         self.values = values
+        self.known_ids = known_ids
         check_output_layer(model)
 
     def forward(
@@ -162,9 +169,10 @@ class Policy(PackedModel):
             return weighted_jsd(
                 predictors, layer.weight, layer.bias, distill.teacher, batch.targets, distill.weights, **options
             )
-        found = target_logprobs(
-            predictors, layer.weight, layer.bias, batch.targets, temperature=temperature, entropy=entropy
-        )
+        weight, bias = layer.weight, layer.bias
+        if self.known_ids is not None:
+            weight, bias = weight[: self.known_ids], None if bias is None else bias[: self.known_ids]
+        found = target_logprobs(predictors, weight, bias, batch.targets, temperature=temperature, entropy=entropy)
         return PolicyOutput(found.logprobs, found.entropy, found.is_best, self._values(batch, predictors))
 
     def _values(self, batch: PackedTokens, predictors: Tensor) -> Tensor | None:

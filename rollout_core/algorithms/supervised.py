@@ -8,9 +8,8 @@ sequence is the head's output at the sequence's last token, which for an answer 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -23,11 +22,12 @@ from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
 from rollout_core.algorithms.parallel import data_ranks, token_microbatches
 from rollout_core.algorithms.policy import PackedModel, Teacher, scalar_head
+from rollout_core.algorithms.state import TrainState
 from rollout_core.base.determinism import check_numerics, cpu_threads, default_threads
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import DatasetSettings
 from rollout_core.data.curriculum import easiest_first, num_open, open_positions
-from rollout_core.data.examples import Example, epoch_order, positions_at
+from rollout_core.data.examples import Cursor, Example, epoch_order, positions_between
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.data.preference_data import Pair
 from rollout_core.models.architecture import check_score_head
@@ -35,6 +35,8 @@ from rollout_core.models.deferred import defer
 from rollout_core.models.pretrained import load_model, without_load_report
 
 BatchT = TypeVar("BatchT")
+CURSOR = "cursor"
+"""Key of a state's extras: the `Cursor` behind a last step that was smaller than others."""
 
 
 class DatasetAlgorithm(Generic[BatchT]):
@@ -51,20 +53,42 @@ class DatasetAlgorithm(Generic[BatchT]):
         self._seed = seed
         self._device = device
         self.num_items = len(items)
-        self.num_steps = num_steps(settings, len(items), seed=seed, item_tokens=self.item_tokens)
+        self._since = Cursor()
+        self.num_steps = self._steps()
+
+    def _steps(self) -> int:
+        tokens = self.item_tokens
+        return num_steps(self._settings, self.num_items, seed=self._seed, item_tokens=tokens, since=self._since)
 
     def item_tokens(self, position: int) -> int:
         """Computed tokens of an item, by which ``budget.max_tokens`` counts."""
         raise NotImplementedError
 
     def minibatches(self, step: int) -> list[BatchT]:
-        per_step = self._settings.minibatch_size * self._settings.gradient_accumulation
+        first, end = self._numbers(step)
         curriculum = self._settings.curriculum
         if curriculum is None:
-            return self.cut(positions_at(step, num_items=self.num_items, per_step=per_step, seed=self._seed))
-        first, last = step * per_step, (step + 1) * per_step
+            return self.cut(positions_between(first, end, num_items=self.num_items, seed=self._seed))
         opened = num_open(step, self.num_steps, self.num_items, curriculum)
-        return self.cut(open_positions(first, last, order=self._easiest_first, num_open=opened, seed=self._seed))
+        return self.cut(open_positions(first, end, order=self._easiest_first, num_open=opened, seed=self._seed))
+
+    def _numbers(self, step: int) -> tuple[int, int]:
+        passes = self._settings.budget.passes
+        end = None if passes is None else passes * self.num_items
+        return self._since.numbers(step, items_per_step(self._settings), end)
+
+    def note_end(self, state: TrainState) -> None:
+        """Have ``state`` tell after a smaller last step where it left the data: training may go on from it under a
+        larger budget."""
+        first, end = self._numbers(state.step - 1)
+        if state.step == self.num_steps and end - first < items_per_step(self._settings):
+            state.extras[CURSOR] = asdict(Cursor(state.step, end))
+
+    def continue_from(self, state: TrainState) -> None:
+        """Take up the data where ``state`` left them."""
+        if CURSOR in state.extras:
+            self._since = Cursor(**state.extras[CURSOR])
+            self.num_steps = self._steps()
 
     @cached_property
     def _easiest_first(self) -> Sequence[int]:
@@ -108,27 +132,37 @@ def share_of_step(mean_loss: Tensor, figures: Mapping[str, Any], *, items: int, 
     return MinibatchLoss(items / step_items * mean_loss, means)
 
 
-def num_steps(settings: DatasetSettings, num_items: int, *, seed: int, item_tokens: Callable[[int], int]) -> int:
+def items_per_step(settings: DatasetSettings) -> int:
+    """Items of an optimizer step that is no smaller last one."""
+    return settings.minibatch_size * settings.gradient_accumulation
+
+
+def num_steps(
+    settings: DatasetSettings,
+    num_items: int,
+    *,
+    seed: int,
+    item_tokens: Callable[[int], int],
+    since: Cursor = Cursor(),  # noqa: B008 - frozen
+) -> int:
     """Optimizer steps of a run over ``num_items`` items: as many as the first limit of ``settings.budget`` allows.
 
     ``item_tokens`` gives the tokens that are computed for an item. A schedule can span the whole run, for tokens count
     in the order of training, which follows from ``seed``. Wall time cannot be known beforehand and is left to `train`.
     """
-    budget, per_step = settings.budget, settings.minibatch_size * settings.gradient_accumulation
+    budget, per_step = settings.budget, items_per_step(settings)
     limits = []
     if budget.max_steps is not None:
         limits.append(budget.max_steps)
     if budget.max_tokens is not None:
-        limits.append(_steps_of_tokens(budget.max_tokens, num_items, per_step, seed, item_tokens))
-    if budget.epochs is not None or not limits:
-        limits.append(math.ceil(num_items * (budget.epochs or 1) / per_step))
+        limits.append(since.steps(_items_of_tokens(budget.max_tokens, num_items, seed, item_tokens), per_step))
+    if budget.passes is not None:
+        limits.append(since.steps(budget.passes * num_items, per_step))
     return min(limits)
 
 
-def _steps_of_tokens(
-    max_tokens: int, num_items: int, per_step: int, seed: int, item_tokens: Callable[[int], int]
-) -> int:
-    """The step that reaches ``max_tokens`` is the last one."""
+def _items_of_tokens(max_tokens: int, num_items: int, seed: int, item_tokens: Callable[[int], int]) -> int:
+    """The step with the item that reaches ``max_tokens`` is the last one."""
     whole_epoch = sum(map(item_tokens, range(num_items)))
     epochs = (max_tokens - 1) // whole_epoch
     tokens = epochs * whole_epoch
@@ -136,7 +170,7 @@ def _steps_of_tokens(
     for number in count(1):
         tokens += item_tokens(order[number - 1])
         if tokens >= max_tokens:
-            return math.ceil((epochs * num_items + number) / per_step)
+            return epochs * num_items + number
     raise AssertionError("an epoch has the tokens that are left")
 
 

@@ -74,6 +74,8 @@ def train_to_end(
         context.on_start(state.step - first_step, algorithm.num_steps - first_step)
 
         def on_step(row: dict[str, float]) -> None:
+            if isinstance(algorithm, DatasetAlgorithm):
+                algorithm.note_end(state)
             if evaluation is not None and evaluation.selects(state):
                 resumption.save_best(state)
             if state.step < algorithm.num_steps:
@@ -105,7 +107,10 @@ def _restore(
     state: TrainState, resumption: Resumption, algorithm: Algorithm[Any], evaluation: Evaluation[Any] | None
 ) -> None:
     """Bring ``state`` to where the update is, or is to start. Raises ConfigError where that is behind its end."""
-    if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
+    origin = resumption.restore(state)
+    if isinstance(algorithm, DatasetAlgorithm):
+        algorithm.continue_from(state)
+    if origin is Origin.GIVEN and state.step >= algorithm.num_steps:
         raise ConfigError(
             f"the snapshot to start from is of step {state.step}, and the budget ends at step "
             f"{algorithm.num_steps}; raise algorithm.budget"

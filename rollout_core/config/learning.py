@@ -23,12 +23,18 @@ class BudgetConfig(Settings):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the data; default: 1 where neither max_steps nor max_tokens is given."""
+    """Passes over the data, after which the last step is smaller if the rows do not fill it; default: 1 where neither
+    max_steps nor max_tokens is given."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Computed tokens, as ``num_tokens`` counts them; the step that reaches them is the last."""
     max_minutes: float | None = Field(default=None, gt=0)
     """Wall time of training, that of earlier processes of the run included. It only cuts short what the other limits
     give, which is what a schedule spans."""
+
+    @property
+    def passes(self) -> int | None:
+        """Passes over the data that end training; None where only steps or tokens do."""
+        return self.epochs or (1 if self.max_steps is None and self.max_tokens is None else None)
 
     def cache_identity(self) -> Any:
         named: dict[str, Any] = {"max_steps": self.max_steps, "epochs": self.epochs or 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
-from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.text import Ask, Encoding, ended, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.data.turns import Ends, Turn, common_length, omission, written_after
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
@@ -103,9 +104,7 @@ def each_example(
             where = place(tally.num_rows)
             _check_mask(row, loss_on, where)
             if row.prompt is not None:
-                prompt = next(prompts)
-                tally.prompt(tokenizer, prompt, where)
-                example = _pair_example(tokenizer, prompt, next(completions))
+                example = _pair_example(tokenizer, next(prompts), next(completions))
             elif row.messages is not None:
                 example = next(chats)
                 if isinstance(example, ConfigError):
@@ -151,7 +150,7 @@ def _trained_turns(row: SftRow, loss_on: LossOn) -> list[bool]:
 def _token_example(tokenizer: Any, row: SftRow, where: str) -> Example:
     assert row.input_ids is not None, "a row has one of three forms"
     highest = max(row.input_ids)
-    if highest >= len(tokenizer):
+    if highest >= len(tokenizer) and highest > max(tokenizer.get_vocab().values()):
         raise ConfigError(f"{where}: token id {highest} is none of the tokenizer's {len(tokenizer)}")
     if row.labels is not None:
         return Example(list(row.input_ids), [label != UNTRAINED_LABEL for label in row.labels])
@@ -159,7 +158,7 @@ def _token_example(tokenizer: Any, row: SftRow, where: str) -> Example:
 
 
 def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[int]) -> Example:
-    completion_ids = [*completion_ids, tokenizer.eos_token_id]
+    completion_ids = ended(completion_ids, tokenizer.eos_token_id)
     return Example(prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids))
 
 
@@ -344,12 +343,33 @@ def _epoch_order(num_items: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_items, generator=generator)
 
 
-def positions_at(step: int, *, num_items: int, per_step: int, seed: int) -> list[int]:
+@dataclass(frozen=True)
+class Cursor:
+    """Where training is in its passes over the data: optimizer step ``step`` (from 0) begins with item number ``item``
+    of all passes."""
+
+    step: int = 0
+    item: int = 0
+
+    def numbers(self, step: int, per_step: int, end: int | None = None) -> tuple[int, int]:
+        """First item of ``step``, which is this one or later, and first of the next: ``per_step`` further, or ``end``,
+        where the passes end."""
+        first = self.item + (step - self.step) * per_step
+        return first, first + per_step if end is None else min(first + per_step, end)
+
+    def steps(self, end: int, per_step: int) -> int:
+        """Steps of training that ends before item number ``end``; the last one may have fewer items."""
+        return self.step + max(0, math.ceil((end - self.item) / per_step))
+
+
+def positions_at(step: int, *, num_items: int, per_step: int, seed: int, epochs: int | None = None) -> list[int]:
     """Items of optimizer step ``step`` (from 0): passes over the data follow each other without a gap.
 
-    This is the whole data cursor: a resumed run needs nothing but its step.
+    With ``epochs`` they end after so many, and the last step has the items that are left. This is the whole data
+    cursor: a resumed run needs nothing but its step.
     """
-    return positions_between(step * per_step, (step + 1) * per_step, num_items=num_items, seed=seed)
+    end = None if epochs is None else epochs * num_items
+    return positions_between(*Cursor().numbers(step, per_step, end), num_items=num_items, seed=seed)
 
 
 def positions_between(first: int, last: int, *, num_items: int, seed: int) -> list[int]:

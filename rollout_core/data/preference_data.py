@@ -1,6 +1,6 @@
 """Preference data as token ids: prompts and answers apart, so that what a pair shares is known.
 
-Text prompts are tokenised with the special tokens of the tokenizer, answers without, and each answer ends with the EOS
+Text prompts are tokenised with the special tokens of the tokenizer, answers without, and each answer ends with one EOS
 token. Conversations go through the chat template, which ends turns itself. Rows longer than ``max_seq_len`` are cut at
 the right, as for SFT; where nothing of an answer is left, or the two of a pair no longer differ, the row is left out.
 """
@@ -14,7 +14,7 @@ from typing import Any, cast
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PairRow, UnpairedRow, as_messages
 from rollout_core.data.examples import in_chunks, report_omissions, row_number
-from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.text import Ask, Encoding, ended, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.data.turns import Ends, written_after
 from rollout_core.models.bounded.tokenizing import Chat
@@ -93,7 +93,6 @@ def each_pair(
                 )
             if chosen == rejected:
                 raise ConfigError(f"{where}: chosen and rejected give the same tokens; there is nothing to prefer")
-            tally.prompt(tokenizer, prompt, where)
             tally.row(where, len(prompt) + max(len(chosen), len(rejected)), max_seq_len)
             room = max_seq_len - len(prompt)
             chosen, rejected = chosen[: max(room, 0)], rejected[: max(room, 0)]
@@ -137,7 +136,6 @@ def each_unpaired(
                 prompt, completion = _sound(next(talks))
             if not prompt:
                 raise ConfigError(f"{where} has no prompt tokens; give a prompt")
-            tally.prompt(tokenizer, prompt, where)
             tally.row(where, len(prompt) + len(completion), max_seq_len)
             room = max_seq_len - len(prompt)
             if room > 0:
@@ -197,11 +195,11 @@ class _Encoder:
         return [next(encoded) if isinstance(row.prompt, str) else [] for row in rows]
 
     def answer(self, text: str) -> list[int]:
-        return [*self._answers[text], self._tokenizer.eos_token_id]
+        return ended(self._answers[text], self._tokenizer.eos_token_id)
 
     def whole(self, text: str) -> list[int]:
         [ids] = token_ids_of(self._tokenizer, [text], special_tokens=True)
-        return ids if ids[-1:] == [self._tokenizer.eos_token_id] else [*ids, self._tokenizer.eos_token_id]
+        return ended(ids, self._tokenizer.eos_token_id)
 
     def conversations(
         self, rows: Iterable[tuple[str, PairRow | UnpairedRow, Sequence[Any]]]

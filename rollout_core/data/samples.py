@@ -7,7 +7,7 @@ the same float32. Equal samples give equal bytes, so a blob's content id stands 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -16,9 +16,9 @@ import orjson
 
 from rollout_core.base.errors import ConfigError, Fatal, well_formed
 from rollout_core.base.ids import ContentId, SampleIds
-from rollout_core.config import SamplingParams
+from rollout_core.config import SamplingParams, identity
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.text import tokenize_prompts
+from rollout_core.data.text import tokenize_prompts, with_own_bos
 
 FinishReason = Literal["stop", "length"]
 
@@ -112,11 +112,13 @@ def make_samples(
     samples_per_prompt: int = 1,
     max_model_len: int | None = None,
     earlier: Sequence[PromptRow] = (),
+    known_ids: int | None = None,
 ) -> list[Sample]:
     """Give every prompt row its samples: tokenised, identified and checked against the context length.
 
     Equal prompts are numbered by the count of their occurrences before, ``earlier`` rows included; so the ids do not
-    depend on how a file is cut into shards. Raises ConfigError naming prompts that leave no room for a completion.
+    depend on how a file is cut into shards. ``known_ids`` is that of the model's folder. Raises ConfigError naming
+    prompts that leave no room for a completion.
     """
     token_ids = tokenize_prompts(tokenizer, rows)
     if max_model_len is not None:
@@ -127,26 +129,34 @@ def make_samples(
         key = _prompt_key(row)
         occurrences.append(seen[key])
         seen[key] += 1
-    return identify(rows, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt)
+    identities, own_bos = identities_of(model, params, known_ids), with_own_bos(tokenizer, rows)
+    return identify(rows, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos)
+
+
+def identities_of(model: ContentId, params: SamplingParams, known_ids: int | None) -> SampleIds:
+    """Ids of samples of a model. Where its vocabulary is padded, what is drawn depends on ``known_ids``, too."""
+    return SampleIds(model, params if known_ids is None else {**identity(params), "known_ids": known_ids})
 
 
 def identify(
     rows: Sequence[PromptRow],
     token_ids: Sequence[list[int]],
     occurrences: Sequence[int],
+    identities: SampleIds,
     *,
-    model: ContentId,
-    params: SamplingParams,
     samples_per_prompt: int,
+    own_bos: Set[int] = frozenset(),
 ) -> list[Sample]:
-    """``samples_per_prompt`` samples of each row, whose prompt occurred so many times before."""
-    identities = SampleIds(model, params)
+    """``samples_per_prompt`` samples of each row, whose prompt occurred so many times before; ``own_bos`` is that of
+    `with_own_bos`."""
     samples = []
-    for row, ids, occurrence in zip(rows, token_ids, occurrences, strict=True):
-        prompt, asked = prompt_of(row), _identified(row)
+    for place, (row, ids, occurrence) in enumerate(zip(rows, token_ids, occurrences, strict=True)):
+        prompt, named = prompt_of(row), _identified(row)
+        if place in own_bos:  # stores may hold samples of the same text behind two BOS tokens, made by earlier versions
+            named = {"prompt": prompt, "bos": "once"}
         for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
             samples.append(
-                Sample(identities.of(asked, index), prompt, ids, index, row.id, row.extras, list(row.tools or ()))
+                Sample(identities.of(named, index), prompt, ids, index, row.id, row.extras, list(row.tools or ()))
             )
     return samples
 

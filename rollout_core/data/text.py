@@ -20,7 +20,8 @@ _CONTEXT_TOKENS = 8
 
 
 def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int]]:
-    """Token ids of each prompt: text as it is, messages through the chat template with the generation prompt.
+    """Token ids of each prompt: text as it is, messages through the chat template with the generation prompt. A text
+    that begins with the BOS token gets no second one.
 
     Raises ConfigError when messages do not go through the tokenizer's chat template, or a prompt has no tokens.
     """
@@ -47,7 +48,7 @@ def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[in
         else:
             rendered.append((place, text))
     for some, special_tokens in ((texts, True), (rendered, False)):
-        encoded = encode(tokenizer, [text for _, text in some], special_tokens=special_tokens)
+        encoded = encode_once(tokenizer, [text for _, text in some], special_tokens=special_tokens)
         for (place, _), ids in zip(some, encoded, strict=True):
             if isinstance(ids, Problem):
                 problems[place] = ids.reason
@@ -58,14 +59,44 @@ def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[in
     return token_ids, dict(sorted(problems.items()))
 
 
+def with_own_bos(tokenizer: Any, rows: Sequence[PromptRow]) -> frozenset[int]:
+    """Positions of text prompts that begin with the BOS token, where the tokenizer puts one before every text."""
+    bos = tokenizer.bos_token
+    found = [place for place, row in enumerate(rows) if bos and row.prompt is not None and row.prompt.startswith(bos)]
+    return frozenset(found) if found and _adds_bos(tokenizer) else frozenset()
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    [ids] = encode(tokenizer, [tokenizer.bos_token], special_tokens=True)
+    return not isinstance(ids, Problem) and ids[:2] == [tokenizer.bos_token_id] * 2
+
+
+def encode_once(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[list[int] | Problem]:
+    """As `encode`; with ``special_tokens`` a text that begins with the BOS token, as rendered conversations may, gets
+    no second one."""
+    encoded = encode(tokenizer, texts, special_tokens=special_tokens)
+    if not special_tokens or tokenizer.bos_token_id is None:
+        return encoded
+    twice = [tokenizer.bos_token_id] * 2
+    if not any(not isinstance(ids, Problem) and ids[:2] == twice for ids in encoded) or not _adds_bos(tokenizer):
+        return encoded
+    return [ids[1:] if not isinstance(ids, Problem) and ids[:2] == twice else ids for ids in encoded]
+
+
 def token_ids_of(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool, where: str = "text") -> list[list[int]]:
-    """Token ids of texts, and nothing else that a tokenizer makes. Raises ConfigError for the first that has none."""
+    """Token ids of texts, and nothing else that a tokenizer makes; BOS as in `encode_once`. Raises ConfigError for the
+    first that has none."""
     found: list[list[int]] = []
-    for ids in encode(tokenizer, texts, special_tokens=special_tokens):
+    for ids in encode_once(tokenizer, texts, special_tokens=special_tokens):
         if isinstance(ids, Problem):
             raise ConfigError(f"{where}: {ids.reason}")
         found.append(ids)
     return found
+
+
+def ended(token_ids: Sequence[int], eos: int) -> list[int]:
+    """The tokens with EOS at their end, once."""
+    return [*token_ids] if token_ids and token_ids[-1] == eos else [*token_ids, eos]
 
 
 def render_chats(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:

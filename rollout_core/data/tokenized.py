@@ -138,12 +138,6 @@ class Tally:
         self.num_tokens += num_tokens
         self.num_trained_tokens += num_trained_tokens
 
-    def prompt(self, tokenizer: Any, prompt: Sequence[int], where: str) -> None:
-        """Report a text that began with the token which the tokenizer puts before every text."""
-        bos = tokenizer.bos_token_id
-        if bos is not None and prompt[:2] == [bos, bos]:
-            self.problem(f"{where}: the prompt begins with {tokenizer.bos_token}, which the tokenizer adds too")
-
     def problem(self, problem: str) -> None:
         """Count a problem of the template, and remember the first."""
         self.num_template_problems += 1

@@ -150,7 +150,7 @@ def problem_with(
     """
     if token_ids and (min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size)):
         beyond = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-        known = "" if vocab_size is None else f"; the model has {vocab_size} tokens"
+        known = "" if vocab_size is None else f"; the tokenizer has {vocab_size} ids"
         return f"token id {beyond}, which is outside the vocabulary{known}"
     if not logprobs:
         return _problem_with_length(len(token_ids), params)

@@ -84,7 +84,14 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
 
-Prompt = Chat | str | Sequence[int]
+@dataclass(frozen=True)
+class BareText:
+    """A text that is tokenised without the special tokens which the tokenizer puts around one."""
+
+    text: str
+
+
+Prompt = Chat | str | BareText | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
     for name in sorted(_REFUSED & body.keys()):
         if body[name] and body[name] not in _HARMLESS.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
-    tools = _tools(body)
+    tools, special_tokens = _tools(body), _special_tokens(body, is_chat)
     max_tokens = body.get("max_completion_tokens") if is_chat else None
     if max_tokens is None:
         max_tokens = body.get("max_tokens")
@@ -160,7 +167,7 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
     params, ruled = _params(body, sampling, logprobs, max_tokens)
     return Ask(
         is_chat=is_chat,
-        prompts=[_chat(body, tools)] if is_chat else _prompts(body.get("prompt"), vocab_size),
+        prompts=[_chat(body, tools)] if is_chat else _prompts(body.get("prompt"), vocab_size, special_tokens),
         params=params,
         max_tokens=max_tokens,
         count=_integer("n", body.get("n") or 1, least=1, most=MOST_CHOICES),
@@ -172,6 +179,17 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
         wants_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
         ruled=ruled,
     )
+
+
+def _special_tokens(body: Mapping[str, Any], is_chat: bool) -> bool:
+    """Whether the tokenizer puts its special tokens around texts; a chat template writes them itself."""
+    asked = body.get("add_special_tokens")
+    if asked not in (None, True, False):
+        raise ApiError(400, f"add_special_tokens is {asked!r:.100}; expected true or false", "add_special_tokens")
+    if is_chat and asked:
+        message = "add_special_tokens: the chat template writes them, and none are added; leave it out"
+        raise ApiError(400, message, "add_special_tokens", "unsupported_parameter")
+    return asked is not False
 
 
 def _integer(name: str, value: Any, *, least: int | None = None, most: int | None = None) -> int:
@@ -297,7 +315,7 @@ def _called(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _prompts(prompt: Any, vocab_size: int) -> Sequence[Prompt]:
+def _prompts(prompt: Any, vocab_size: int, special_tokens: bool) -> Sequence[Prompt]:
     prompts: Sequence[Any] = (
         prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     )
@@ -308,7 +326,7 @@ def _prompts(prompt: Any, vocab_size: int) -> Sequence[Prompt]:
             raise ApiError(400, f"prompt: token ids are integers from 0 to {vocab_size - 1}", "prompt")
         if not isinstance(one, str) or not one:
             raise ApiError(400, "prompt: expected text, a list of token ids, or a list of one kind of these", "prompt")
-    return prompts
+    return [BareText(one) if isinstance(one, str) and not special_tokens else one for one in prompts]
 
 
 # What is answered

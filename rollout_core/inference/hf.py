@@ -17,6 +17,7 @@ from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.data.samples import Completion, FinishReason, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request
+from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 
 
@@ -33,6 +34,7 @@ class TransformersEngine(GathersStream):
     def _load(self, model: ModelRef) -> None:
         self._policy = load_causal_lm(model.folder, self._config.dtype).to(probe_device()).eval()
         self._tokenizer = load_tokenizer(model.folder)
+        self._known_ids = known_ids(model.folder, self._tokenizer)
         ends = self._policy.generation_config.eos_token_id
         # A base model's configuration may name none, and so may a tokenizer.
         self._end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
@@ -76,6 +78,8 @@ class TransformersEngine(GathersStream):
                         f"the model {self._model.folder} gives logits that are not numbers: its weights are broken, or "
                         f"backend.dtype {self._config.dtype!r} is too small for them"
                     )
+                if self._known_ids is not None:
+                    logits_V[self._known_ids :] = -torch.inf
                 if len(token_ids) < params.min_tokens:
                     logits_V[sorted(ends | self._end_ids)] = -torch.inf
                 distribution_V = _distribution(logits_V, params)

@@ -24,7 +24,7 @@ from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
 from rollout_core.inference.openai_wire import OtherDialect, body_of, longest_answer, no_vllm, outcome_of, path_of
-from rollout_core.models.facts import vocab_size
+from rollout_core.models.facts import known_ids, vocab_size
 from rollout_core.models.pretrained import load_tokenizer
 
 POLL_SECONDS = 0.02
@@ -156,7 +156,7 @@ class OpenAIEngine(GathersStream):
     def update_weights(self, model: ModelRef) -> None:
         """The answers are taken for those of ``model`` from now on; what the endpoint serves stays as it is."""
         self._tokenizer = load_tokenizer(model.folder)
-        self._vocab_size = vocab_size(model.folder)
+        self._vocab_size = known_ids(model.folder, self._tokenizer) or vocab_size(model.folder)
         self._model = model
 
     def close(self) -> None:

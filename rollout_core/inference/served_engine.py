@@ -22,12 +22,12 @@ from rollout_core.base.ids import canonical_json
 from rollout_core.base.stopping import in_thread
 from rollout_core.config import EngineConfig, SamplingParams
 from rollout_core.data.samples import Failure, Outcome
-from rollout_core.data.text import render_chats
+from rollout_core.data.text import encode_once, render_chats
 from rollout_core.inference.base import ModelRef, Request, unsupported
-from rollout_core.inference.chat_api import Answered, ApiError, Ask, Prompt, Writer
+from rollout_core.inference.chat_api import Answered, ApiError, Ask, BareText, Prompt, Writer
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.lanes import Lanes
-from rollout_core.models.bounded.tokenizing import Chat, Problem, encode
+from rollout_core.models.bounded.tokenizing import Chat, Problem
 from rollout_core.models.pretrained import load_tokenizer
 
 T = TypeVar("T")
@@ -349,12 +349,12 @@ class _Encoder:
     """Prompts on their way to token ids: those that come while others are worked on go together."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Any, Chat | str, asyncio.Future[Tokenized | Problem]]] = []
+        self._waiting: list[tuple[Any, Chat | str | BareText, asyncio.Future[Tokenized | Problem]]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def encode(self, tokenizer: Any, prompt: Prompt) -> Tokenized:
         """Raises ApiError where template or tokenizer refuse the prompt."""
-        if not isinstance(prompt, Chat | str):
+        if not isinstance(prompt, Chat | str | BareText):
             return Tokenized("", prompt)
         future: asyncio.Future[Tokenized | Problem] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokenizer, prompt, future))
@@ -386,7 +386,7 @@ class _Encoder:
             self._task.cancel()
 
 
-def _tokenized_apart(tokenizer: Any, prompts: Sequence[Chat | str]) -> list[Tokenized | Problem]:
+def _tokenized_apart(tokenizer: Any, prompts: Sequence[Chat | str | BareText]) -> list[Tokenized | Problem]:
     """Of all prompts together, or of each alone where that fails: one must not harm the others."""
     try:
         return _tokenized(tokenizer, prompts)
@@ -398,7 +398,7 @@ def _tokenized_apart(tokenizer: Any, prompts: Sequence[Chat | str]) -> list[Toke
         return [one for prompt in prompts for one in _tokenized_apart(tokenizer, [prompt])]
 
 
-def _tokenized(tokenizer: Any, prompts: Sequence[Chat | str]) -> list[Tokenized | Problem]:
+def _tokenized(tokenizer: Any, prompts: Sequence[Chat | str | BareText]) -> list[Tokenized | Problem]:
     found: dict[int, Tokenized | Problem] = {}
     chats = [(place, prompt) for place, prompt in enumerate(prompts) if isinstance(prompt, Chat)]
     rendered = zip(chats, render_chats(tokenizer, [chat for _, chat in chats]), strict=True)
@@ -408,9 +408,10 @@ def _tokenized(tokenizer: Any, prompts: Sequence[Chat | str]) -> list[Tokenized 
             found[place] = text
         else:
             texts[False].append((place, text))
+    texts[False] += [(place, prompt.text) for place, prompt in enumerate(prompts) if isinstance(prompt, BareText)]
     texts[True] = [(place, prompt) for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
     for special_tokens, some in texts.items():
-        encoded = encode(tokenizer, [text for _, text in some], special_tokens=special_tokens)
+        encoded = encode_once(tokenizer, [text for _, text in some], special_tokens=special_tokens)
         for (place, text), ids in zip(some, encoded, strict=True):
             if isinstance(ids, Problem):
                 found[place] = ids

@@ -24,12 +24,12 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from rollout_core.base.errors import CorruptObject, NotFound
-from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.ids import ContentId, SampleIds, canonical_json, content_id
 from rollout_core.base.trusted import trusted
 from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import Sample, identify
-from rollout_core.data.text import try_prompts
+from rollout_core.data.samples import Sample, identify, identities_of
+from rollout_core.data.text import try_prompts, with_own_bos
 from rollout_core.inference.batch import (
     BatchOptions,
     Completed,
@@ -40,6 +40,7 @@ from rollout_core.inference.batch import (
     complete_samples,
 )
 from rollout_core.inference.runs import EventLog
+from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import FINISHED_REFS
@@ -126,7 +127,7 @@ def shard_row(line: bytes) -> ShardRow:
 
 
 def shard_samples(
-    tokenizer: Any, rows: Sequence[ShardRow], *, model: ContentId, params: SamplingParams, samples_per_prompt: int = 1
+    tokenizer: Any, rows: Sequence[ShardRow], identities: SampleIds, *, samples_per_prompt: int = 1
 ) -> tuple[list[Sample], dict[ContentId, str]]:
     """The samples of a shard's rows, tokenised and identified; and of those that cannot be tokenised the reason.
 
@@ -135,8 +136,9 @@ def shard_samples(
     prompts = [shard_row.row for shard_row in rows]
     token_ids, problems = try_prompts(tokenizer, prompts)
     occurrences = [shard_row.occurrence for shard_row in rows]
+    own_bos = with_own_bos(tokenizer, prompts)
     samples = identify(
-        prompts, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt
+        prompts, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos
     )
     return samples, {
         samples[place * samples_per_prompt + copy].id: problem
@@ -338,13 +340,9 @@ def finished_ref(completions: ContentId) -> str:
 
 def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[list[Sample], dict[ContentId, str]]:
     with _tokenizer(work.tokenizer_folder) as tokenizer:
-        return shard_samples(
-            tokenizer,
-            read_shard(objects, work.rows),
-            model=engine.model_id,
-            params=work.params,
-            samples_per_prompt=work.samples_per_prompt,
-        )
+        identities = identities_of(engine.model_id, work.params, known_ids(work.tokenizer_folder, tokenizer))
+        rows = read_shard(objects, work.rows)
+        return shard_samples(tokenizer, rows, identities, samples_per_prompt=work.samples_per_prompt)
 
 
 _idle_tokenizers: dict[Path, list[Any]] = {}

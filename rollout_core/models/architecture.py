@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -213,13 +213,15 @@ def with_lora(model: ModelT, config: LoRAConfig | None, *, seed: int) -> ModelT:
     """``model`` with adapters in it and its own weights frozen, but a reward model's head; None leaves it as it is.
 
     At first adapters change nothing: B is 0, A follows ``seed``. Raises ConfigError where ``target_modules`` names no
-    layer of the model, or its output layer, whose weight the trainer reads itself.
+    layer of the model, its output layer, whose weight the trainer reads itself, or what is no linear layer.
     """
     if config is None:
         return model
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = list(config.target_modules) if config.target_modules else "all-linear"
+    # Of models with experts peft would take these and their router for linear layers, too.
+    linear = linear_layers(model)
+    targets = list(config.target_modules) or (linear if _has_experts(model) else "all-linear")
     settings = LoraConfig(
         r=config.r,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
@@ -243,11 +245,30 @@ def with_lora(model: ModelT, config: LoRAConfig | None, *, seed: int) -> ModelT:
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if output is not None and any(output is layer for _, layer in _layers(model)):
         raise ConfigError("lora.target_modules names the output layer, which cannot have an adapter; leave it out")
+    _refuse_adapters_of_others(model, linear)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_trained(name))
     if config.quantization == "nf4":
         _quantize(model)
     return model
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Whether there are experts whose weights are one tensor for all of them, and no layers."""
+    return any(name.rpartition(".")[0].endswith("experts") for name, _ in model.named_parameters())
+
+
+def _refuse_adapters_of_others(model: nn.Module, linear: Sequence[str]) -> None:
+    """Raises ConfigError for an adapter of what is no linear layer: there is no W + scale B A to merge it into."""
+    from peft.tuners.lora import Linear
+
+    for name, layer in _layers(model):
+        if not isinstance(layer, Linear):
+            kind = type(layer.get_base_layer()).__name__
+            raise ConfigError(
+                f"lora.target_modules names {name.replace(_BASE, '.').removesuffix('.base_layer')}, a {kind}, and only "
+                f"linear layers can have adapters; choose among {', '.join(linear)}"
+            )
 
 
 def _quantize(model: nn.Module) -> None:

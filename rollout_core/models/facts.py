@@ -147,7 +147,21 @@ def max_positions(folder: Path) -> int | None:
 
 def vocab_size(folder: Path) -> int:
     """Tokens that the model of a folder has; its token ids are below."""
+    said = read_object(folder / "config.json")
+    if type(said.get("vocab_size")) is int and "text_config" not in said:
+        return said["vocab_size"]  # as transformers reads it, without its import
     return _text_config(folder).vocab_size
+
+
+def known_ids(folder: Path, tokenizer: Any) -> int | None:
+    """Where the model of a folder has outputs beyond the ids of its tokenizer (a vocabulary padded to a round number):
+    how many ids the tokenizer has. They are the ones that are drawn, and among which probabilities are shared. None
+    where the two have equally many."""
+    size = vocab_size(folder)
+    if len(tokenizer) >= size:
+        return None
+    known = max(tokenizer.get_vocab().values()) + 1  # more than its tokens, where it leaves some ids out
+    return known if known < size else None
 
 
 def blank_model(folder: Path, *, is_reward_model: bool = False) -> Any:

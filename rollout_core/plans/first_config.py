@@ -253,7 +253,7 @@ def _optimizer(table: str, lr: float) -> Iterator[str]:
 def _learner(table: str, of: Ingredients, lr: float) -> Iterator[str]:
     """What learners from rows have, but for their model and rows."""
     yield from (*_optimizer(table, lr), "warmup_steps = 10", 'schedule = "cosine"')
-    yield from ("", f"[{table}.budget]", "epochs = 1")
+    yield from ("", f"[{table}.budget]", "# epochs = 1  # so many where neither max_steps nor max_tokens is given")
     yield from ("", f"[{table}.sequence]", f"max_length = {_row_tokens(of)}  # tokens of a row; longer ones are cut")
     yield from ("", f"# [{table}.lora]  # train adapters instead of all weights", "# r = 16")
 

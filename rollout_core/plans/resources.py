@@ -344,8 +344,8 @@ def steps_of_rows(settings: DatasetSettings, report: DataReport | None) -> int |
     """Optimizer steps over a data set, as far as the budget tells beforehand."""
     budget, per_step = settings.budget, settings.minibatch_size * settings.gradient_accumulation
     limits = [] if budget.max_steps is None else [budget.max_steps]
-    if report is not None and (budget.epochs is not None or (not limits and budget.max_tokens is None)):
-        limits.append(math.ceil(report.num_examples * (budget.epochs or 1) / per_step))
+    if report is not None and budget.passes is not None:
+        limits.append(math.ceil(report.num_examples * budget.passes / per_step))
     return min(limits, default=None)
 
 

@@ -175,6 +175,9 @@ CASES = {
         sft, {"lora": LORA.model_copy(update={"dropout": 0.0})}, kinds=SHARING_ROWS, is_interrupted=True
     ),
     "sft, easy rows first": Case(sft_by_level, {"budget": BudgetConfig(max_steps=3)}, kinds=SHARING_ROWS),
+    "sft, a row left for the last step": Case(
+        sft, {"minibatch_size": 19, "budget": BudgetConfig(epochs=1), "evaluation": None}
+    ),
     "sft, adapters on four bits": Case(
         sft,
         {
@@ -188,6 +191,9 @@ CASES = {
     "dpo, adapters": Case(preferences("dpo"), {"lora": LORA}, kinds=SHARING_ROWS),
     "ipo": Case(preferences("ipo"), {"minibatch_size": 5, "gradient_accumulation": 1}, kinds=SHARING_ROWS),
     "kto": Case(preferences("kto"), {"minibatch_size": 8, "gradient_accumulation": 1}),
+    "kto, two rows left for the last step": Case(
+        preferences("kto"), {"minibatch_size": 11, "gradient_accumulation": 1, "budget": {"epochs": 1}}
+    ),
     "ppo": Case(ppo, {}, is_interrupted=True),
     "ppo, value model": Case(ppo, {"values": "model", "minibatch_size": 8, "gradient_accumulation": 1}),
     "ppo, adapters": Case(ppo, {"lora": LORA}, kinds=SHARING_ROWS),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from updates import LORA, UPDATES, grpo, ppo, preference_update, save_state, sft_settings, update_context
 
 from rollout_core.algorithms import dataset_updates, on_policy_updates
@@ -37,10 +38,35 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)).eval()
 
 
+EXPERTS = ("mixtral", "qwen3_moe")
+
+
+def experts(kind: str) -> Any:
+    """The weights of all experts are one tensor."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    of_experts = {"num_experts": 4, "num_local_experts": 4}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **counts, **of_experts)).eval()
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_and_their_router_have_no_adapter(kind):
+    model = with_lora(experts(kind), LoRAConfig(), seed=1)
+    adapted = {
+        name.partition(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_" in name
+    }
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match=r"names model.layers.0.mlp.gate, a \w+Router, and only linear layers can"):
+        with_lora(experts(kind), LoRAConfig(target_modules=("gate",)), seed=1)
+
+
 @pytest.mark.parametrize("config", [LoRAConfig(), LoRAConfig(r=4, alpha=3.0, rank_stabilized=True)])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mixtral", "qwen3_moe"])
 def test_adapters_change_nothing_at_first_and_merge_into_the_same_function(tiny_model: Path, kind, config):
     def load():
+        if kind in EXPERTS:
+            return experts(kind)
         return load_causal_lm(tiny_model).eval() if kind == "qwen2" else gpt2()
 
     if kind == "gpt2":
@@ -73,7 +99,11 @@ def test_only_adapters_are_trained_and_a_seed_gives_them(tiny_model: Path):
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(("nothing",), "names no layer of Qwen2ForCausalLM; its linear layers are down_proj, "), (("lm_head",), "output")],
+    [
+        (("nothing",), "names no layer of Qwen2ForCausalLM; its linear layers are down_proj, "),
+        (("lm_head",), "output"),
+        (("q_proj", "embed_tokens"), "names model.embed_tokens, a Embedding, .* choose among down_proj, "),
+    ],
 )
 def test_layers_that_cannot_have_an_adapter_are_refused(tiny_model: Path, targets, message):
     with pytest.raises(ConfigError, match=message) as caught:

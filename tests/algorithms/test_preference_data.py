@@ -106,6 +106,19 @@ def test_texts_are_tokenised_apart_and_answers_end_with_eos(tokenizer):
     assert item == UnpairedPreference(prompt, [*chosen, eos], True)
 
 
+def test_an_answer_that_ends_with_eos_gets_no_second_one(tokenizer):
+    eos = tokenizer.eos_token
+    row = {"prompt": "1 =", "chosen": f" 1{eos}", "rejected": f" 2{eos}{eos}"}
+    [pair], _ = tokenize_pairs(tokenizer, pairs(row), max_seq_len=64, need_prompts=True)
+    one, two = (tokenizer(text)["input_ids"] for text in (" 1", " 2"))
+    assert (pair.chosen, pair.rejected) == ([*one, tokenizer.eos_token_id], [*two, *2 * [tokenizer.eos_token_id]])
+    [item], _ = tokenize_unpaired_with_other(tokenizer, {"prompt": "1 =", "completion": f" 1{eos}", "label": True})
+    assert item.completion == pair.chosen
+    with pytest.raises(ConfigError, match="give the same tokens"):
+        row = {"prompt": "1 =", "chosen": " 1", "rejected": f" 1{eos}"}
+        tokenize_pairs(tokenizer, pairs(row), max_seq_len=64, need_prompts=True)
+
+
 def tokenize_unpaired_with_other(tokenizer, row: dict, max_seq_len: int = 64):
     """KTO needs both kinds; the second row is the other one."""
     other = {"prompt": "x", "completion": "y", "label": not row["label"]}

@@ -14,6 +14,7 @@ from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, KTO, unpaired_documents
 from rollout_core.algorithms.supervised import BradleyTerry, RewardModel, load_reward_model, score_sequences
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
+from rollout_core.data.examples import epoch_order
 from rollout_core.data.preference_data import Pair, UnpairedPreference
 from rollout_core.models.pretrained import load_causal_lm
 
@@ -169,6 +170,22 @@ def test_a_step_depends_on_its_number_alone(kind, tiny_model):
     assert [len(algorithm.minibatches(step)) for step in range(4)] == [2, 2, 2, 2]
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.tokens.input_ids, other.tokens.input_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_has_every_item_once_and_its_last_step_is_a_mean_over_what_is_left(kind, tiny_model):
+    """Eight items, five a step. Losses of single pairs add up to that of all, by plain passes; KTO has a KL a step."""
+    algorithm, _ = learner(kind, tiny_model, minibatch_size=5, budget={"epochs": 1}, **OPTIONS[kind])
+    order = epoch_order(8, seed=0, epoch=0)
+    assert algorithm.num_steps == 2
+    losses = []
+    for step, positions in enumerate((order[:5], order[5:])):
+        [batch] = algorithm.minibatches(step)
+        losses.append(float(algorithm.loss(batch, [batch]).loss.detach()))
+        assert losses[-1] == pytest.approx(whole_step(algorithm, [positions[:1], positions[1:]])[0], rel=1e-5)
+    if kind != "kto":
+        expected = float(reference_loss(kind, plain_model(kind, tiny_model)).detach())
+        assert (5 * losses[0] + 3 * losses[1]) / 8 == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_policy_that_is_its_reference_loses_what_the_papers_say(tiny_model):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from updates import preference_update, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
-from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.algorithms.supervised import SFT
+from rollout_core.base.errors import ConfigError, NotFound, Stopped
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig
 from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.examples import positions_between
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
 
@@ -32,6 +35,37 @@ def test_a_run_that_goes_on_under_a_larger_budget_ends_as_if_it_had_never_stoppe
     first = sft(place, tiny_model, 5)
     assert sft(replace(place, start_from=first.train_state), tiny_model, 8) == whole
     assert started == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "rows"),
+    [
+        # 20 rows, 8 a step.
+        ([{"epochs": 1}, {"epochs": 2}, {"epochs": 3}], [8, 8, 4, 8, 8, 4, 8, 8, 4]),
+        ([{"epochs": 1}, {"max_steps": 7}, {"epochs": 4}], [8, 8, 4, 8, 8, 8, 8, 8, 8, 8, 4]),
+    ],
+)
+def test_passes_go_on_behind_a_smaller_last_step(budgets, rows, tiny_model: Path, tmp_path: Path, monkeypatch):
+    """No row is left out and none comes twice, also where an update stops on the way and is taken up."""
+    steps: list[list[int]] = []
+
+    def noted(learner: SFT, positions: list[int]) -> Any:
+        steps.append(positions)
+        return cut(learner, positions)
+
+    cut = SFT.cut
+    monkeypatch.setattr(SFT, "cut", noted)
+    place = update_context(tmp_path)
+    dataset, model = place.objects.put_bytes(to_jsonl(sft_rows(20))), place.objects.put_tree(tiny_model)
+    start = None
+    for number, budget in enumerate(budgets):
+        settings = sft_settings(budget=BudgetConfig(**budget))
+        own = replace(place, key=hash_bytes(b"%d" % number), start_from=start)
+        with pytest.raises(Stopped):
+            sft_update(model, dataset, settings, replace(own, is_stopping=lambda: True))
+        start = sft_update(model, dataset, settings, own)[0].train_state
+    assert list(map(len, steps)) == rows
+    assert [row for step in steps for row in step] == positions_between(0, sum(rows), num_items=20, seed=1)
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tiny_model: Path, tmp_path: Path):

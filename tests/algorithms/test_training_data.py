@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from rollout_core.algorithms.preference import unpaired_documents
 from rollout_core.base.errors import Conflict
@@ -276,7 +277,14 @@ def test_problems_of_the_template_are_counted_and_the_first_are_told(tiny_model:
     _, report = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=99)
     assert report.num_template_problems == 7 and len(report.template_problems) == 5
     assert report.template_problems[0] == "row 1: the chat template leaves out or rewrites turn 1, the system's"
-    tokenizer.bos_token = "1"
-    rows = [SftRow(prompt="11=", completion="2")]
-    _, report = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=99)
-    assert report.template_problems == ("row 1: the prompt begins with 1, which the tokenizer adds too",)
+
+
+def test_a_prompt_has_one_bos_and_a_completion_one_end(tiny_model: Path):
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.bos_token = "<pad>"
+    form = {"single": "<pad> $A", "special_tokens": [("<pad>", tokenizer.bos_token_id)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**form)
+    rows = [SftRow(prompt=f"{bos}1=", completion=f"2{eos}") for bos in ("", "<pad>") for eos in ("", "<|endoftext|>")]
+    examples, report = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=99)
+    assert tokenizer.decode(examples[0].token_ids) == "<pad>1=2<|endoftext|>"
+    assert all(example == examples[0] for example in examples) and not report.num_template_problems

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from updates import PPO_SETTINGS, grpo, ppo, rows_of, scored_completions, sft_settings, update_context
 
 from rollout_core.algorithms import experience, on_policy_updates
@@ -25,9 +26,12 @@ from rollout_core.algorithms.experience import (
 from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
 from rollout_core.algorithms.policy import Policy, zero_head
 from rollout_core.algorithms.supervised import SFT
-from rollout_core.base.errors import Recoverable
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import (
     AdaptiveKL,
+    BudgetConfig,
+    Curriculum,
+    HeldOutRows,
     ImportanceCorrection,
     JsonlDataset,
     LoRAConfig,
@@ -38,12 +42,13 @@ from rollout_core.config import (
     SamplingParams,
 )
 from rollout_core.data.advantages import decode_advantages
-from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack
 from rollout_core.data.samples import SampledCompletion, decode_completions_blob
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects import SnapshotStore
+from tests.padding import pad_vocabulary
 from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
@@ -77,6 +82,21 @@ def test_an_update_keeps_the_advantages_of_its_samples(tiny_model, tmp_path):
     whitened = [value for _, values in kept_advantages(ppo, tiny_model, tmp_path / "ppo") for value in values]
     assert np.mean(whitened) == pytest.approx(0, abs=1e-5) and np.var(whitened, ddof=1) == pytest.approx(1, abs=1e-4)
     assert len(set(whitened)) > 10, "each token has its own"
+
+
+@pytest.mark.parametrize("update", [ppo, grpo])
+def test_an_update_shares_probabilities_among_the_ids_that_are_drawn(update, tiny_model, tmp_path):
+    """The output layer's rows of others stay what they are, and completions that have them are refused."""
+    pad_vocabulary(tiny_model, tmp_path / "padded", seed=1)
+    known, place = len(load_tokenizer(tiny_model)), update_context(tmp_path)
+    checkpoint = update(place, tmp_path / "padded", optimizer=OptimizerConfig(lr=1e-3))
+    before, after = (
+        load_causal_lm(folder).get_output_embeddings().weight
+        for folder in (tmp_path / "padded", place.objects.local_tree(checkpoint.model, tmp_path / "models"))
+    )
+    assert torch.equal(before[known:], after[known:]) and not torch.equal(before[:known], after[:known])
+    with pytest.raises(ConfigError, match=rf"has the token id {known}, and the tokenizer in .* has {known} ids"):
+        on_policy_updates._known_ids(tmp_path / "padded", [Trajectory([2], [3, known], [-1.0] * 2, 1.0, False)])
 
 
 def test_what_is_masked_counts_in_no_loss_and_keeps_no_advantage():
@@ -230,6 +250,89 @@ def test_every_item_comes_once_an_epoch_and_the_step_is_the_whole_cursor():
     assert positions_between(0, 35, num_items=10, seed=3)[:20] == flat
     assert flat[:10] != flat[10:20] and positions_between(0, 10, num_items=10, seed=4) != flat[:10]
     assert positions_between(4, 4, num_items=10, seed=3) == []
+
+
+@given(
+    num_items=st.integers(1, 40),
+    minibatch_size=st.integers(1, 9),
+    accumulation=st.integers(1, 3),
+    epochs=st.integers(1, 4),
+    max_tokens=st.one_of(st.none(), st.integers(1, 20)),
+    by_length=st.booleans(),
+)
+def test_each_row_is_trained_once_an_epoch(num_items, minibatch_size, accumulation, epochs, max_tokens, by_length):
+    """In steps of full size and a last one with what is left; a curriculum, which repeats easy rows, takes as many."""
+    settings = sft_settings(
+        minibatch_size=minibatch_size,
+        gradient_accumulation=accumulation,
+        max_tokens_per_microbatch=max_tokens,
+        budget=BudgetConfig(epochs=epochs),
+        curriculum=Curriculum(by="length", initial=0.5) if by_length else None,
+    )
+    rows = [Example([row, 1], [False, True]) for row in range(num_items)]
+    learner = SFT(None, rows, settings, seed=3, device=CPU)
+    steps = [
+        [sequence[0] for batch in learner.minibatches(step) for sequence in learner.sequences(batch)]
+        for step in range(learner.num_steps)
+    ]
+    assert all(len(step) == minibatch_size * accumulation for step in steps[:-1]) and steps[-1]
+    trained = sorted(row for step in steps for row in step)
+    assert len(trained) == epochs * num_items
+    if not by_length:
+        assert trained == sorted(list(range(num_items)) * epochs)
+        for step, rows_of_step in enumerate(steps):
+            per_step = minibatch_size * accumulation
+            drawn = positions_at(step, num_items=num_items, per_step=per_step, seed=3, epochs=epochs)
+            assert sorted(drawn) == sorted(rows_of_step)
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "whole": {"minibatch_size": 4},
+    "accumulated": {"minibatch_size": 2, "gradient_accumulation": 2},
+    "of tokens": {"minibatch_size": 4, "max_tokens_per_microbatch": 24},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_two_epochs_of_nine_rows_are_what_a_plain_loop_trains(cut, tiny_model, tmp_path):
+    """Row by row through transformers' own model: the mean over the trained tokens of a step, the last of two rows."""
+    place = update_context(tmp_path)
+    settings = sft_settings(
+        **cut,
+        budget=BudgetConfig(epochs=2),
+        optimizer=OptimizerConfig(kind="sgd", lr=0.1, max_grad_norm=1e9),
+        evaluation=HeldOutRows(dataset=JsonlDataset(path="x")),
+    )
+    rows = [SftRow(prompt="sort" + f" {number}" * number, completion=" 1" * (1 + number % 4)) for number in range(9)]
+    dataset = place.objects.put_bytes(to_jsonl(rows))
+    checkpoint, _ = sft_update(place.objects.put_tree(tiny_model), dataset, settings, place, held_out=dataset)
+    figures = rows_of(checkpoint, place.objects)
+
+    examples, _ = tokenize_sft(load_tokenizer(tiny_model), rows, loss_on=LossOn(), max_seq_len=1024)
+    plain = load_causal_lm(tiny_model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    order = [*epoch_order(9, seed=1, epoch=0), *epoch_order(9, seed=1, epoch=1)]
+    steps = [order[start : start + 4] for start in range(0, 18, 4)]
+    assert list(map(len, steps)) == [4, 4, 4, 4, 2] and len(figures) == 5
+
+    def mean_loss(positions: list[int]) -> torch.Tensor:
+        total, count = torch.zeros(()), 0
+        for example in (examples[position] for position in positions):
+            ids = torch.tensor([example.token_ids])
+            logprobs = torch.log_softmax(plain(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+            trained = torch.tensor(example.trained[1:])
+            total, count = total - logprobs[trained].sum(), count + int(trained.sum())
+        return total / count
+
+    for row, step in zip(figures, steps, strict=True):
+        assert row["num_tokens"] == sum(len(examples[position].token_ids) for position in step)
+        loss = mean_loss(step)
+        assert row["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert figures[-1]["eval_loss"] == pytest.approx(float(mean_loss(list(range(9)))), abs=1e-5)
 
 
 def trajectories() -> list[Trajectory]:

@@ -15,6 +15,7 @@ from rollout_core.config import VLLMBackend
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.models.pretrained import load_tokenizer
+from tests.padding import pad_vocabulary
 from tests.store.patience import LONG
 
 
@@ -77,6 +78,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
 def other_small(tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
     """The same architecture with other weights."""
     return _made(tmp_path_factory, seed=2)
+
+
+@pytest.fixture(scope="session")
+def padded(small: ModelRef, tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
+    """The small model with outputs for 512 ids, of which its tokenizer knows 262; the others have the highest
+    logits."""
+    folder = tmp_path_factory.mktemp("models") / "padded"
+    pad_vocabulary(small.folder, folder, seed=1)
+    return ref(folder)
 
 
 def _made(tmp_path_factory: pytest.TempPathFactory, seed: int) -> ModelRef:

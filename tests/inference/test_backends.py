@@ -13,6 +13,8 @@ import torch
 from batches import ref
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
+from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward
+from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion
@@ -20,6 +22,7 @@ from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.engines import EngineOf, close_engine, engine, rest_engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
+from rollout_core.models.pretrained import load_causal_lm
 from tests.store.patience import LONG
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
@@ -79,6 +82,27 @@ def test_greedy_equals_plain_generate(hf, tiny, tokenizer):
             atol=1e-5,
             rtol=0,
         )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_beyond_the_tokenizer_are_never_drawn(padded, tokenizer, temperature):
+    """Log-probabilities are those of the distribution over the others, as the learner's policy has it."""
+    policy, known = load_causal_lm(padded.folder), len(tokenizer)
+    asked = requests(tokenizer, SamplingParams(temperature=temperature, max_tokens=24, logprobs=5))
+    for request, completion in zip(
+        asked, TransformersEngine(TransformersBackend(), padded).generate(asked), strict=True
+    ):
+        logits_TV = logits_of(reference(padded), request, completion)
+        assert int(logits_TV.argmax(-1).min()) >= known > max(completion.token_ids)
+        assert all(token < known for likely in completion.top_logprobs for token, _ in likely)
+        ids = torch.tensor(completion.token_ids)
+        expected = logits_TV[:, :known].log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+        batch = build_batch(
+            [Trajectory(request.prompt_token_ids, completion.token_ids, completion.logprobs, 1.0, False)]
+        )
+        learned = completion_forward(Policy(policy, known_ids=known), batch, temperature=1.0, device=policy.device)
+        torch.testing.assert_close(learned.logprobs[0].detach(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])

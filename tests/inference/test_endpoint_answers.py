@@ -559,8 +559,16 @@ async def test_malformed_answers_are_kept_as_failures_and_asked_for_again_by_the
         ([5] * 64, [], None),
         ([5] * 65, [], "a text of 65 tokens, more than 8 times sampling.max_tokens 8"),
         ([], [], None),
-        ([5, -6], [-0.5, -0.5], "token id -6, which is outside the vocabulary; the model has 262 tokens"),
-        ([5, 262], [-0.5, -0.5], "token id 262, which is outside the vocabulary; the model has 262 tokens"),
+        (
+            [5, -6],
+            [-0.5, -0.5],
+            "token id -6, which is outside the vocabulary; the tokenizer has 262 ids",
+        ),
+        (
+            [5, 262],
+            [-0.5, -0.5],
+            "token id 262, which is outside the vocabulary; the tokenizer has 262 ids",
+        ),
         ([5, 6], [-0.5], "2 tokens, but log-probabilities of 1"),
         ([5] * 9, [-0.5] * 9, "9 tokens, but sampling.max_tokens is 8"),
         ([5], [0.5], "a log-probability of 0.5, above 0"),

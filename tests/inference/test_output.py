@@ -18,7 +18,7 @@ import pytest
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import Completion, Failure, encode_completion, encode_failure
+from rollout_core.data.samples import Completion, Failure, encode_completion, encode_failure, identities_of
 from rollout_core.inference import output
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
@@ -60,9 +60,8 @@ def complete(objects: ObjectStore, tokenizer: Any, config: InferBatchConfig, row
     prompts = import_shards(objects, rows, shard_size=100)
     [(shard, _)] = shards_of(objects, prompts)
     params, copies = config.sampling.params, config.sampling.n
-    samples, _ = shard_samples(
-        tokenizer, read_shard(objects, shard), model=MODEL, params=params, samples_per_prompt=copies
-    )
+    identities = identities_of(MODEL, params, None)
+    samples, _ = shard_samples(tokenizer, read_shard(objects, shard), identities, samples_per_prompt=copies)
     lines = [
         encode_completion(Completion(sample.id, [1, number], [-0.5, -0.25], f"after {number}", "stop"))
         for number, sample in enumerate(samples)

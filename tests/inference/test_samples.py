@@ -8,9 +8,10 @@ import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.base.ids import hash_bytes
+from rollout_core.base.ids import hash_bytes, sample_id
 from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import (
@@ -19,9 +20,12 @@ from rollout_core.data.samples import (
     decode_samples,
     encode_completion,
     encode_samples,
+    identities_of,
     make_samples,
 )
+from rollout_core.inference.shards import ShardRow, shard_samples
 from rollout_core.models.messages import ChatMessage
+from rollout_core.models.pretrained import load_tokenizer
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=8)
@@ -39,6 +43,23 @@ def test_equal_prompts_get_different_samples(tokenizer):
     samples = make(tokenizer, rows("a", "b", "a", "a"))
     assert [sample.index for sample in samples] == [0, 0, 1, 2]
     assert len({sample.id for sample in samples}) == 4
+
+
+def test_samples_of_a_padded_vocabulary_and_of_a_prompt_with_its_own_bos_are_others(tiny_model, tokenizer):
+    """Earlier versions drew ids beyond the tokenizer, and gave such a prompt a second BOS; others keep their ids."""
+    [plain] = make(tokenizer, rows("<pad>1"))
+    assert plain.id == sample_id(MODEL, "<pad>1", PARAMS, 0)
+    [padded] = make(tokenizer, rows("<pad>1"), known_ids=262)
+    adds_bos = load_tokenizer(tiny_model)
+    adds_bos.bos_token = "<pad>"
+    form = {"single": "<pad> $A", "special_tokens": [("<pad>", adds_bos.bos_token_id)]}
+    adds_bos.backend_tokenizer.post_processor = TemplateProcessing(**form)
+    once, other = make(adds_bos, rows("<pad>1", "1"))
+    assert once.prompt_token_ids == other.prompt_token_ids == plain.prompt_token_ids
+    assert other.id == sample_id(MODEL, "1", PARAMS, 0)
+    assert len({plain.id, padded.id, once.id}) == 3
+    [sharded], _ = shard_samples(adds_bos, [ShardRow(rows("<pad>1")[0], 0)], identities_of(MODEL, PARAMS, None))
+    assert sharded == once
 
 
 def test_several_samples_of_one_prompt_stand_together(tokenizer):

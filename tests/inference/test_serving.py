@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import shutil
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import openai
 import pytest
 from batches import ref
 from make_tiny import make_model
+from tokenizers.processors import TemplateProcessing
 
 from rollout_core.agents import LLMProxy, ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
@@ -123,6 +125,33 @@ async def test_tokens_are_those_of_the_backend(chatty):
         assert again.choices[0].token_ids == plain.token_ids and again.choices[0].text == plain.text
         assert again.choices[0].logprobs.token_logprobs == plain.logprobs
         assert again.choices[0].prompt_token_ids == ids
+
+
+async def test_a_text_is_tokenised_with_one_bos_or_without_special_tokens(tmp_path, chatty):
+    folder = tmp_path / "adds bos"
+    shutil.copytree(chatty[0].folder, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.bos_token = "<pad>"
+    form = {"single": "<pad> $A", "special_tokens": [("<pad>", tokenizer.bos_token_id)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**form)
+    tokenizer.save_pretrained(folder)
+    bos, [plain] = tokenizer.bos_token_id, token_ids_of(tokenizer, ["sort 1"], special_tokens=False)
+    async with serving(ScriptedBackend(), ref(folder)) as (_, client):
+
+        async def ids(prompt: str, **fields: Any) -> list[int]:
+            extra = {"return_token_ids": True, **fields}
+            answer = await client.completions.create(model="policy", prompt=prompt, extra_body=extra)
+            return answer.choices[0].prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
+
+        assert await ids("sort 1") == await ids("<pad>sort 1") == [bos, *plain]
+        assert await ids("sort 1", add_special_tokens=False) == plain
+        assert await ids("sort 1", add_special_tokens=True) == [bos, *plain]
+        with pytest.raises(openai.BadRequestError, match="add_special_tokens is 'no'; expected true or false"):
+            await ids("sort 1", add_special_tokens="no")
+        with pytest.raises(openai.BadRequestError, match="the chat template writes them, and none are added"):
+            await client.chat.completions.create(
+                model="policy", messages=HELLO, extra_body={"add_special_tokens": True}
+            )
 
 
 async def test_many_prompts_and_stop(chatty):

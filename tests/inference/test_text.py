@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.text import decode_as_streamed, decode_completions, tokenize_prompts
+from rollout_core.data.text import decode_as_streamed, decode_completions, token_ids_of, tokenize_prompts, with_own_bos
 from rollout_core.models.messages import ChatMessage
+from rollout_core.models.pretrained import load_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -107,8 +108,6 @@ def test_byte_level_text_comes_back_as_it_was(tokenizer, text):
 
 
 def test_messages_go_through_the_chat_template_with_the_generation_prompt(tokenizer, tiny_model):
-    from rollout_core.models.pretrained import load_tokenizer
-
     chatty = load_tokenizer(tiny_model)
     chatty.chat_template = TEMPLATE
     rows = [
@@ -129,6 +128,30 @@ def test_messages_without_a_chat_template_are_refused_by_number(tokenizer):
 def test_a_prompt_without_tokens_is_refused_by_number(tokenizer):
     with pytest.raises(ConfigError, match="prompt 3 has no tokens"):
         tokenize_prompts(tokenizer, [PromptRow(prompt="a"), PromptRow(prompt="b"), PromptRow(prompt="")])
+
+
+@pytest.fixture
+def beginning(tiny_model):
+    """Adds its BOS token to every text, as Llama's tokenizers do."""
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.bos_token = "<pad>"
+    form = {"single": "<pad> $A", "special_tokens": [("<pad>", tokenizer.bos_token_id)]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**form)
+    return tokenizer
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(beginning, tokenizer, tiny_model):
+    bos, [plain] = beginning.bos_token_id, tokenize_prompts(tokenizer, [PromptRow(prompt="1 2")])
+    texts = ["1 2", "<pad>1 2", "<pad><pad>1 2", "1 2<pad><pad>"]
+    rows = [PromptRow(prompt=text) for text in texts]
+    expected = [[bos, *plain], [bos, *plain], [bos, bos, *plain], [bos, *plain, bos, bos]]
+    assert tokenize_prompts(beginning, rows) == expected == token_ids_of(beginning, texts, special_tokens=True)
+    assert token_ids_of(beginning, texts[:2], special_tokens=False) == [plain, [bos, *plain]]
+    assert with_own_bos(beginning, rows) == {1, 2}
+    adds_none = load_tokenizer(tiny_model)
+    adds_none.bos_token = "<pad>"
+    assert tokenize_prompts(adds_none, rows) == [plain, *expected[1:3], expected[3][1:]]
+    assert not with_own_bos(adds_none, rows)
 
 
 def test_no_prompts_give_no_ids(tokenizer):

@@ -18,6 +18,7 @@ from rollout_core.data.samples import Completion, decode_completions_blob, encod
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine, _distribution
 from rollout_core.models.pretrained import load_causal_lm
+from tests.padding import pad_vocabulary
 
 pytestmark = pytest.mark.engine
 
@@ -32,11 +33,13 @@ def hf(small):
     return TransformersEngine(TransformersBackend(), small)
 
 
-def trainer_logprobs(model: ModelRef, request: Request, completion: Completion) -> torch.Tensor:
+def trainer_logprobs(
+    model: ModelRef, request: Request, completion: Completion, known_ids: int | None = None
+) -> torch.Tensor:
     """Log-probability of each token under the request's own distribution, by the trainer's model."""
     ids = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]])
     with torch.no_grad():
-        logits_TV = load_causal_lm(model.folder)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        logits_TV = load_causal_lm(model.folder)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1, :known_ids]
     return torch.stack(
         [
             _distribution(logits_V, request.params)[token]
@@ -71,6 +74,29 @@ def test_logprobs_are_the_trainers_under_the_distribution_drawn_from(vllm_engine
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), trainer_logprobs(small, request, completion), atol=TOLERANCE, rtol=0
         )
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn(padded, tokenizer, tmp_path):
+    """Also after its weights were replaced, for which trainer and engine compare log-probabilities."""
+    from rollout_core.inference.vllm_backend import VLLMEngine
+
+    pad_vocabulary(padded.folder, tmp_path / "again", seed=2)
+    known, hf = len(tokenizer), TransformersEngine(TransformersBackend(), padded)
+    engine = VLLMEngine(VLLMBackend(max_model_len=96, max_num_seqs=16), padded)
+    try:
+        for model in (padded, ref(tmp_path / "again")):
+            engine.update_weights(model)
+            hf.update_weights(model)
+            asked = requests(tokenizer, GREEDY)
+            assert_alike(engine.generate(asked), hf.generate(asked))
+            for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, top_k=5, logprobs=3)):
+                asked = requests(tokenizer, params)
+                for request, completion in zip(asked, engine.generate(asked), strict=True):
+                    assert max(completion.token_ids) < known
+                    expected = trainer_logprobs(model, request, completion, known)
+                    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0)
+    finally:
+        engine.close()
 
 
 def test_tokens_and_logprobs_are_bitwise_equal_in_any_batch(vllm_engine, tokenizer):
