@@ -51,7 +51,8 @@ class SampleComparison:
 
     prompt: str
     completions: tuple[str, ...]
-    rewards: tuple[float, ...]
+    rewards: tuple[float | None, ...]
+    """None where a completion has no score."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,13 @@ def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleCo
 
     samples = decode_samples(read(reports[0].samples))
     texts = [[row.text for row in decode_completions_blob(read(report.completions))] for report in reports]
-    scores: list[list[float]] = [json.loads(read(report.scores)) for report in reports]
-    order = sorted(range(len(samples)), key=lambda row: scores[0][row] - scores[-1][row])
+    scores: list[list[float | None]] = [json.loads(read(report.scores)) for report in reports]
+
+    def fall(row: int) -> float:
+        before, after = scores[0][row], scores[-1][row]
+        return 0.0 if before is None or after is None else before - after
+
+    order = sorted(range(len(samples)), key=fall)
     half = SHOWN_SAMPLES // 2
     chosen = dict.fromkeys([*order[:half], *range(min(half, len(samples)))])
     return [
@@ -183,8 +189,8 @@ def _samples_table(report: Report) -> str:
     rows = ""
     for sample in report.samples:
         cells = "".join(
-            f'<td class="{"right" if reward > 0 else "wrong"}"><code>{html.escape(text) or "&nbsp;"}</code> '
-            f"({reward:g})</td>"
+            f'<td class="{"right" if (reward or 0) > 0 else "wrong"}"><code>{html.escape(text) or "&nbsp;"}</code> '
+            f"({'no score' if reward is None else f'{reward:g}'})</td>"
             for text, reward in zip(sample.completions, sample.rewards, strict=True)
         )
         rows += f"<tr><td><code>{html.escape(sample.prompt)}</code></td>{cells}</tr>\n"

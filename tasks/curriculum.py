@@ -70,7 +70,7 @@ def order_prompts(
         found = [difficulty(row, key, f"prompt {number}") for number, row in enumerate(rows, start=1)]
     elif by == "reward":
         assert scores is not None, "given for a curriculum by reward"
-        found = _by_reward(json.loads(objects.get_bytes(scores.scores)), len(rows))
+        found = by_reward(json.loads(objects.get_bytes(scores.scores)), len(rows))
     else:
         tokenizer = load_tokenizer(local_model(objects, model, connections.cache_folder()))
         found = [float(len(ids)) for ids in tokenize_prompts(tokenizer, rows)]
@@ -82,12 +82,19 @@ def order_prompts(
     )
 
 
-def _by_reward(values: Sequence[float], num_prompts: int) -> list[float]:
-    """The less completions earn, the harder."""
+def by_reward(values: Sequence[float | None], num_prompts: int) -> list[float]:
+    """How hard prompts are: the less their completions earn, the harder. Completions without a score do not count;
+    a prompt that has no other is as hard as the hardest."""
     each = len(values) // num_prompts
     if each * num_prompts != len(values):
         raise ConfigError(
             f"{len(values)} completions of {num_prompts} prompts were scored, not equally many of each, so that they "
             "cannot be ordered by reward; look at those that failed, or order by length or a key"
         )
-    return [-statistics.fmean(values[start : start + each]) for start in range(0, len(values), each)]
+    groups = [values[start : start + each] for start in range(0, len(values), each)]
+    known = [[value for value in group if value is not None] for group in groups]
+    found = [-statistics.fmean(group) if group else None for group in known]
+    hardest = max(value for value in found if value is not None)
+    if unknown := sum(value is None for value in found):
+        stage_logger().warning("%d prompts have no completion with a score; they count as the hardest", unknown)
+    return [hardest if value is None else value for value in found]

@@ -183,7 +183,7 @@ def _show_data(kind: str, report: DataReport) -> None:
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
 
 
-@stage(version=3, concurrency="learner", optional=("replayed",))
+@stage(version=4, concurrency="learner", optional=("replayed",))
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,
@@ -203,7 +203,7 @@ def ppo_update(
     return _learn_on_policy(UpdateJob("ppo", settings, inputs, seed, num_threads, label))
 
 
-@stage(version=2, concurrency="learner", optional=("teacher", "replayed"))
+@stage(version=3, concurrency="learner", optional=("teacher", "replayed"))
 def grpo_update(
     model: ContentId,
     train_state: ContentId | None,

@@ -36,13 +36,16 @@ class Replayed(Record):
     mean: float
     std: float
     num_left_out: int = 0
+    num_abstained: int = 0
+    """Of the fresh ones, as of `Scores`; ``num_reward_failed``, too."""
+    num_reward_failed: int = 0
 
     def as_scores(self) -> Scores:
         """What an update takes."""
         return Scores.model_validate(self.model_dump(include=set(Scores.model_fields)))
 
 
-@stage(version=1, optional=("buffer",))
+@stage(version=2, optional=("buffer",))
 def replay_groups(
     scores: Scores,
     samples: ContentId,
@@ -86,6 +89,7 @@ def replay_groups(
     ages = [number - group.iteration for group in mixed.groups]
     old = f", {statistics.fmean(ages):.1f} iterations old in the mean" if ages else ""
     stage_logger().info("%s: %d groups are replayed%s", label, len(ages), old)
+    known = [value for value in mixed.scores if value is not None]
     return Replayed(
         buffer=saved.id,
         scores=objects.put_bytes(canonical_json(mixed.scores)),
@@ -94,9 +98,11 @@ def replay_groups(
         replayed=objects.put_json(mixed.document),
         num_samples=len(mixed.scores),
         num_replayed=len(ages),
-        mean=statistics.fmean(mixed.scores),
-        std=statistics.pstdev(mixed.scores),
+        mean=statistics.fmean(known),
+        std=statistics.pstdev(known),
         num_left_out=scores.num_left_out,
+        num_abstained=scores.num_abstained,
+        num_reward_failed=scores.num_reward_failed,
     )
 
 

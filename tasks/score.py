@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.config import BackendConfig, SamplingParams
@@ -22,18 +22,20 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.unstored import local_model
 from rollout_core.promotion.evidence import Divergence
-from rollout_core.rewards.loading import load_reward
-from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
+from rollout_core.rewards.loading import load_reward, weighted_sum
+from rollout_core.rewards.scoring import RewardFunction, RewardInput, Score, as_json, from_json, judge, within_share
 from rollout_core.rewards.source_ids import record_code, source_of
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
-from tasks import artifacts, connections
+from tasks import artifacts, connections, events
 from tasks.generate import Help, generate
 from tasks.logs import stage_logger
 from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 KEPT_REWARDS = 4
+NAMED_FAILURES = 3
+"""In the log, of those of a scoring."""
 SCORED_SLICES = 64
 """That completions are cut into where workers share them: each costs a reference in object storage."""
 _kept: dict[tuple[ContentId, str, str], RewardFunction] = {}
@@ -100,10 +102,12 @@ def score_rewards(
     scores = compute_scores(
         objects, completions, open_reward(reward, reward_source), by_part=bool(by_part), shared_as=shared
     )
-    values: list[float] = json.loads(objects.get_bytes(scores.scores))
+    values: list[Score] = json.loads(objects.get_bytes(scores.scores))
     run_async(_record_rewards(objects, completions, values, reward_source))
-    rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
-    artifacts.table("rewards", rows, f"Rewards {label}".strip())
+    rows = {"mean reward": scores.mean, "std": scores.std, **_without_score(scores)}
+    artifacts.table(
+        "rewards", [{"figure": key, "value": value} for key, value in rows.items()], f"Rewards {label}".strip()
+    )
     return scores
 
 
@@ -118,25 +122,30 @@ def select_groups(
     label: str = "",
 ) -> SelectedGroups:
     """The first ``wanted`` groups of completions whose rewards differ by more than ``min_spread``, from all rounds.
+    Completions without a score do not count.
 
     ``samples`` are those of each round; completions of one prompt, ``group_size`` of them, stand side by side.
     """
     objects = current_stage().objects
-    kept: list[tuple[list[float], list[bytes], list[bytes], list[Any]]] = []
+    kept: list[tuple[list[Score], list[bytes], list[bytes], list[Any]]] = []
     drawn: list[float] = []
+    num_groups = 0
     parts: dict[str, Any] = {}
     for scores, own in zip(rounds, samples, strict=True):
-        values: list[float] = json.loads(objects.get_bytes(scores.scores))
+        values: list[Score] = json.loads(objects.get_bytes(scores.scores))
         lines = [objects.get_bytes(blob).splitlines(keepends=True) for blob in (scores.completions, own)]
-        drawn += values
+        drawn += _known(values)
+        num_groups += len(values) // group_size
         parts = parts if scores.parts is None else objects.get_json(scores.parts)
         by_part = parts.get("values", [None] * len(values))
         for start in range(0, len(values), group_size):
             group = slice(start, start + group_size)
-            if max(values[group]) - min(values[group]) > min_spread:
+            known = _known(values[group])
+            if len(known) > 1 and max(known) - min(known) > min_spread:
                 kept.append((values[group], lines[0][group], lines[1][group], by_part[group]))
     chosen = kept[:wanted]
     values = [value for group, *_ in chosen for value in group]
+    known = _known(values)
     rows_by_part = [row for *_, group in chosen for row in group]
     selected = SelectedGroups(
         scores=objects.put_bytes(canonical_json(values)),
@@ -144,11 +153,13 @@ def select_groups(
         samples=objects.put_bytes(b"".join(line for *_, lines, _ in chosen for line in lines)),
         num_samples=len(values),
         num_groups=len(kept),
-        num_drawn=len(drawn) // group_size,
-        mean=statistics.fmean(values) if values else 0.0,
-        std=statistics.pstdev(values) if values else 0.0,
+        num_drawn=num_groups,
+        mean=statistics.fmean(known) if known else 0.0,
+        std=statistics.pstdev(known) if known else 0.0,
         mean_drawn=statistics.fmean(drawn),
         num_left_out=sum(scores.num_left_out for scores in rounds),
+        num_abstained=sum(scores.num_abstained for scores in rounds),
+        num_reward_failed=sum(scores.num_reward_failed for scores in rounds),
         parts=objects.put_json({**parts, "values": rows_by_part}) if parts else None,
     )
     stage_logger().info(
@@ -205,7 +216,14 @@ def evaluate(
     stage_logger().info("held-out reward of model %s: %.4f", prompts.model.short, scores.mean)
     artifacts.table(
         "evaluation",
-        [{"model": prompts.model.short, "prompts": scores.num_samples, "mean reward": round(scores.mean, 4)}],
+        [
+            {
+                "model": prompts.model.short,
+                "prompts": scores.num_samples,
+                "mean reward": round(scores.mean, 4),
+                **_without_score(scores),
+            }
+        ],
         f"Held-out evaluation {label}".strip(),
     )
     return EvalReport(
@@ -216,6 +234,8 @@ def evaluate(
         num_samples=scores.num_samples,
         mean_reward=scores.mean,
         num_tokens=completions.num_tokens,
+        num_abstained=scores.num_abstained,
+        num_reward_failed=scores.num_reward_failed,
     )
 
 
@@ -232,7 +252,8 @@ def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId
     )
     scores = compute_scores(current_stage().objects, completions, open_reward(reward, reward_source))
     stage_logger().info("reward %s of model %s: %.4f", reward.kind, report.model.short, scores.mean)
-    return report.model_copy(update={"scores": scores.scores, "mean_reward": scores.mean})
+    counted = {name: getattr(scores, name) for name in ("scores", "num_abstained", "num_reward_failed")}
+    return report.model_copy(update={**counted, "mean_reward": scores.mean})
 
 
 @stage(version=1, concurrency="learner")
@@ -272,35 +293,79 @@ def compute_scores(
     shared_as: ContentId | None = None,
 ) -> Scores:
     """Rewards of ``completions`` in order, filed as a JSON list; ``by_part`` those of a weighted sum's parts too.
+    Completions on which the reward abstained or failed have none and are counted.
 
-    ``shared_as``: the key by which helpers know them.
+    ``shared_as``: the key by which helpers know them. Raises Fatal where the reward failed on more than it may, or none
+    has a score.
     """
-    inputs, judge = _reward_inputs(objects, completions), partial(_rows, reward, by_part)
+    inputs, look = _reward_inputs(objects, completions), partial(_rows, reward, by_part)
     if shared_as is not None and reward.separable:
-        rows = _SharedScores(objects, shared_as, inputs, judge).finish()
+        rows = _SharedScores(objects, shared_as, inputs, look).finish()
     else:
-        rows = judge(inputs)
-    values, parts = rows, None
+        rows = look(inputs)
+    found = [_of_parts(reward, row) if by_part else from_json(row) for row in rows]
+    failures = within_share(reward, found)
+    values: list[Score] = [None if isinstance(value, Fatal) else value for value in found]
+    num_abstained, known = found.count(None), _known(values)
+    if values and not known:
+        raise Fatal(
+            f"reward {reward.name} gave none of {len(values)} completions a score: it abstained on {num_abstained}"
+            f"{f' and failed on {len(failures)}, such as: {failures[0]}' if failures else ''}; expected a number for "
+            "some. Look at the rows' keys that it reads"
+        )
+    if failures:
+        _tell_of(failures, len(values))
+    parts = None
     if by_part:
-        weights = [part.weight for part in reward.parts]
-        values = [sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
-        parts = objects.put_json({"names": [part.name for part in reward.parts], "weights": weights, "values": rows})
+        parts = objects.put_json(
+            {
+                "names": [part.name for part in reward.parts],
+                "weights": [part.weight for part in reward.parts],
+                "values": [[None if isinstance(value, list) else value for value in row] for row in rows],
+            }
+        )
     return Scores(
         parts=parts,
         scores=objects.put_bytes(canonical_json(values)),
         completions=completions.completions,
         num_samples=len(values),
-        mean=statistics.fmean(values),
-        std=statistics.pstdev(values),
+        mean=statistics.fmean(known),
+        std=statistics.pstdev(known),
         num_left_out=completions.num_left_out,
+        num_abstained=num_abstained,
+        num_reward_failed=len(failures),
     )
 
 
 def _rows(reward: RewardFunction, by_part: bool, inputs: Sequence[RewardInput]) -> list[Any]:
-    """The reward of each input; with ``by_part`` the list of those of a weighted sum's parts."""
+    """What `judge` finds of each input, as JSON; with ``by_part`` the list of it by each part of a weighted sum."""
     if not by_part:
-        return score(reward, inputs)
-    return [list(row) for row in zip(*(score(part.reward, inputs) for part in reward.parts), strict=True)]
+        return list(map(as_json, judge(reward, inputs)))
+    columns = [list(map(as_json, judge(part.reward, inputs))) for part in reward.parts]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _of_parts(reward: RewardFunction, row: Sequence[Any]) -> Score | Fatal:
+    values = list(map(from_json, row))
+    failures = [value for value in values if isinstance(value, Fatal)]
+    known = [value for value in values if not isinstance(value, Fatal)]
+    return failures[0] if failures else weighted_sum([part.weight for part in reward.parts], known)
+
+
+def _known(values: Sequence[Score]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _without_score(scores: Scores) -> dict[str, int]:
+    """Completions that have none, by why; nothing where there are none."""
+    counts = {"reward abstained": scores.num_abstained, "reward failed": scores.num_reward_failed}
+    return {why: count for why, count in counts.items() if count}
+
+
+def _tell_of(failures: Sequence[Fatal], num_samples: int) -> None:
+    named = "; ".join(map(str, failures[:NAMED_FAILURES]))
+    stage_logger().warning("%d of %d completions have no score: %s", len(failures), num_samples, named)
+    events.emit(events.SamplesSkipped(stage=current_stage().name, samples=len(failures), reason=str(failures[0])))
 
 
 def _reward_inputs(objects: ObjectStore, completions: Completions) -> list[RewardInput]:
@@ -374,14 +439,14 @@ class _SharedScores:
 
 
 async def _record_rewards(
-    objects: ObjectStore, completions: Completions, values: list[float], reward_source: ContentId
+    objects: ObjectStore, completions: Completions, values: Sequence[Score], reward_source: ContentId
 ) -> None:
-    """Each reward as a span of its sample's winning attempt, where agents' adapters look for it.
+    """Each reward there is as a span of its sample's winning attempt, where agents' adapters look for it.
 
     The span's id follows from attempt and reward, so a retry adds none twice.
     """
     samples = decode_samples(objects.get_bytes(completions.samples))
-    rewards = {sample.id: value for sample, value in zip(samples, values, strict=True)}
+    rewards = {sample.id: value for sample, value in zip(samples, values, strict=True) if value is not None}
     async with connections.open_store() as store:
         ids = list(rewards)
         for start in range(0, len(ids), 5_000):

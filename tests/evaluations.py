@@ -10,7 +10,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import EvalReport
 
 
-def evaluation(objects: ObjectStore, model: ContentId, *rows: tuple[str, float, int, str]) -> EvalReport:
+def evaluation(objects: ObjectStore, model: ContentId, *rows: tuple[str, float | None, int, str]) -> EvalReport:
     """Of prompts with the reward, the number of tokens and how it ended."""
     ids = [hash_bytes(f"{model} {place}".encode()) for place in range(len(rows))]
     samples = [Sample(key, row[0], [1], 0, None, {"answer": row[0]}) for key, row in zip(ids, rows, strict=True)]
@@ -19,12 +19,13 @@ def evaluation(objects: ObjectStore, model: ContentId, *rows: tuple[str, float, 
         for key, row in zip(ids, rows, strict=True)
     ]
     rewards = [row[1] for row in rows]
+    known = [reward for reward in rewards if reward is not None]
     return EvalReport(
         model=model,
         completions=objects.put_bytes(b"".join(map(encode_completion, made))),
         samples=objects.put_bytes(encode_samples(samples)),
         scores=objects.put_bytes(canonical_json(rewards)),
         num_samples=len(rows),
-        mean_reward=math.fsum(rewards) / len(rows),
+        mean_reward=math.fsum(known) / len(known),
         num_tokens=sum(row[2] for row in rows),
     )

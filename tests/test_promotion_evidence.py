@@ -194,6 +194,23 @@ def test_rewards_of_two_models_are_paired_by_prompt_in_any_order(objects):
     assert paired_gain(before, after, confidence=0.9).gain == 0.0
 
 
+def test_prompts_without_a_score_are_left_out_and_counted(objects):
+    """a 0.25 -> 0.75; the new model's b has no score, one of the old model's c's has none."""
+    first = evaluation(
+        objects, SOME, ("a", 0.25, 1, "stop"), ("b", 1.0, 1, "stop"), ("c", None, 1, "stop"), ("c", 0.5, 1, "stop")
+    )
+    second = evaluation(
+        objects, hash_bytes(b"new"), ("a", 0.75, 1, "stop"), ("b", None, 1, "stop"), ("c", 0.5, 1, "stop")
+    )
+    before, after = rewards_by_prompt(objects, first), rewards_by_prompt(objects, second)
+    found = comparison(before, after, PromotionConfig())
+    assert (found.num_prompts, found.num_unscored) == (2, 1)
+    assert (found.mean_before, found.mean_after, found.gain) == (0.375, 0.625, 0.25)
+    assert found.interval.endswith("over 2 prompts, 1 without a score left out")
+    with pytest.raises(ConfigError, match="no prompt has a score on both sides"):
+        paired_gain({"a": [], "b": [1.0]}, {"a": [1.0], "b": []}, confidence=0.9)
+
+
 def test_guards_refuse_what_the_reward_does_not_see(objects):
     old = evaluation(objects, SOME, ("a", 0.5, 10, "stop"), ("b", 0.5, 10, "stop"))
     new = evaluation(objects, hash_bytes(b"new"), ("a", 0.9, 16, "length"), ("b", 0.4, 8, "stop"))

@@ -6,6 +6,8 @@ import math
 import os
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from rollout_core.config.rewards import (
     with_models,
 )
 from rollout_core.rewards.loading import load_reward
-from rollout_core.rewards.scoring import RewardFunction, RewardInput, batch_reward, score
+from rollout_core.rewards.scoring import RewardFunction, RewardInput, batch_reward, judge, score, within_share
 from rollout_core.rewards.source_ids import source_id
 
 SAMPLES = [RewardInput("2+2?", "4", {"answer": "4"}, "stop", 1, "s-0"), RewardInput("3+3?", "7", {"answer": "6"})]
@@ -65,6 +67,20 @@ def test_exact_match_compares_other_answers_by_their_json_text():
         exact("42", 42) == exact("4.5", 4.5) == exact("true", True) == exact("null", None) == exact("[1]", [1]) == 1.0
     )
     assert exact("True", True) == 0.0
+
+
+def test_a_whole_float_is_the_whole_number_that_it_was():
+    """pandas makes floats of a column of integers with a gap."""
+    assert exact("42", 42.0) == exact("42.0", 42.0) == exact(" -7\n", -7.0) == exact("1e+20", 1e20) == 1.0
+    assert exact("100000000000000000000", 1e20) == exact("0", -0.0) == 1.0
+    assert exact("42.5", 42.0) == exact("4", 42.0) == exact("42.0", 42) == exact("42", "42.0") == 0.0
+
+
+def test_answers_are_compared_in_one_form_of_unicode():
+    composed, apart = "caf\u00e9", "cafe\u0301"
+    assert exact(composed, apart) == exact(apart, composed) == 1.0
+    assert exact(apart.upper(), composed, ignore_case=True) == 1.0
+    assert exact("cafe", composed) == 0.0
 
 
 def test_a_row_without_the_answer_is_named():
@@ -164,6 +180,7 @@ weight = 3
 async def later(sample): ...
 def nothing(): ...
 def scored(sample, threshold): ...
+def solution(solution_str, ground_truth): ...
 def _hidden(sample): ...
 """
 
@@ -172,14 +189,19 @@ def _hidden(sample): ...
     ("callable_", "expected"),
     [
         ("mine.py:score", "reward mine.py:score: there is no 'score'; did you mean 'scored'?"),
-        ("mine.py:zzz", "reward mine.py:zzz: there is no 'zzz'; found: Judge, later, nothing, scored"),
+        ("mine.py:zzz", "reward mine.py:zzz: there is no 'zzz'; found: Judge, later, nothing, scored, solution"),
         ("mine.py:Judge.x", "reward mine.py:Judge.x: there is no 'x'; found: nothing"),
         ("mine.py:weight", "reward mine.py:weight is of type int; expected a function that returns a number"),
         ("mine.py:Judge", "reward mine.py:Judge is of type type; expected a function that returns a number"),
-        ("mine.py:later", "reward mine.py:later is an async function; expected a function that returns a number"),
         (
             "mine.py:nothing",
-            "reward mine.py:nothing has the signature (), but is called with (sample): too many positional arguments",
+            "reward mine.py:nothing has the signature (), but is called with (sample): too many positional arguments; "
+            "expected (sample), (samples) under batch_reward, or TRL's (prompts, completions, **kwargs)",
+        ),
+        (
+            "mine.py:solution",
+            "reward mine.py:solution has the signature (solution_str, ground_truth), but is called with (sample): "
+            "missing a required argument: 'ground_truth'; expected (sample), (samples) under batch_reward, or TRL's",
         ),
         (
             "mine.py:scored",
@@ -225,6 +247,173 @@ def test_a_file_that_fails_is_imported_again_once_it_is_mended(tmp_path: Path):
     write(tmp_path / "no_such_module_abc.py", "")
     write(tmp_path / "mine.py", "import no_such_module_abc\ndef r(sample): return 1\n")
     assert score(load_reward(spec, base=tmp_path), SAMPLES[:1]) == [1.0]
+
+
+# -- TRL's form --------------------------------------------------------------------------------------------------------
+
+
+TRL = """
+def plain(completions, **kwargs):
+    return [float(len(each)) for each in completions]
+
+def with_prompts(prompts, completions, **kwargs):
+    return [None if prompt.startswith("3") else 1.0 for prompt in prompts]
+
+def with_answer(completions, answer, **kwargs):
+    assert kwargs["completion_ids"] == [[7], [8, 9]] and kwargs["level"] == [None, 2] and "trainer_state" not in kwargs
+    return [float(each == right) for each, right in zip(completions, answer)]
+
+def exactly(completions, answer, trainer_state, threshold=0.5):
+    assert trainer_state is None
+    return [threshold] * len(completions)
+
+def ids_only(completion_ids, **kwargs):
+    return [len(ids) for ids in completion_ids]
+
+async def awaited(prompts, completions, **kwargs):
+    return [float(len(each)) for each in completions]
+"""
+ROWS = [
+    RewardInput("2+2?", "4", {"answer": "4"}, token_ids=[7]),
+    RewardInput("3+3?", "7!", {"answer": "6", "level": 2}, token_ids=[8, 9]),
+]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plain", [1.0, 2.0]),
+        ("with_prompts", [1.0, None]),
+        ("with_answer", [1.0, 0.0]),
+        ("exactly", [0.5, 0.5]),
+        ("ids_only", [1.0, 2.0]),
+        ("awaited", [1.0, 2.0]),
+    ],
+)
+def test_rewards_written_for_trl_work_as_they_are(tmp_path: Path, name: str, expected: list[Any], in_process: bool):
+    write(tmp_path / "mine.py", TRL)
+    reward = load_reward(FunctionReward(callable=f"mine.py:{name}", in_process=in_process), base=tmp_path)
+    assert not reward.separable and score(reward, ROWS) == expected
+    reward.close()
+
+
+def test_completions_of_chats_are_lists_of_messages_as_in_trl(tmp_path: Path):
+    code = """
+    def r(prompts, completions, **kwargs):
+        assert prompts == [[{"role": "user", "content": "2+2?"}]]
+        return [float(messages == [{"role": "assistant", "content": "4"}]) for messages in completions]
+    """
+    write(tmp_path / "mine.py", code)
+    reward = load_reward(FunctionReward(callable="mine.py:r", in_process=True), base=tmp_path)
+    assert score(reward, [RewardInput([{"role": "user", "content": "2+2?"}], "4")]) == [1.0]
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path: Path):
+    write(tmp_path / "mine.py", "def r(completions, anwser, **kwargs): return [1.0] * len(completions)\n")
+    reward = load_reward(FunctionReward(callable="mine.py:r", in_process=True), base=tmp_path)
+    assert reward.forms["mine.py:r"].required == ("anwser",)
+    with pytest.raises(Fatal, match=r"rows have no 'anwser', which reward mine\.py:r takes; did you mean 'answer'\?"):
+        score(reward, ROWS)
+
+
+def test_the_form_is_told_in_words(tmp_path: Path):
+    code = "def one(sample): ...\nasync def many(samples): ...\nmany.batch_reward = True\n"
+    write(tmp_path / "mine.py", code + "def trl(completions, answer, **kwargs): ...\n")
+    found = {
+        name: load_reward(FunctionReward(callable=f"mine.py:{name}", in_process=True), base=tmp_path)
+        for name in ("one", "many", "trl")
+    }
+    told = {name: reward.forms[f"mine.py:{name}"].in_words for name, reward in found.items()}
+    assert told == {
+        "one": "called with one sample",
+        "many": "called with the list of all samples, awaited",
+        "trl": "TRL's form: called with lists over all samples of completions, answer, every other key of the rows",
+    }
+
+
+# -- async -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_async_rewards_of_one_sample_wait_at_the_same_time(tmp_path: Path, in_process: bool):
+    """Each waits until all have begun; one after another they would never end."""
+    code = """
+    import asyncio
+
+    begun = []
+    async def r(sample):
+        begun.append(sample)
+        while len(begun) < 4:
+            await asyncio.sleep(0)
+        return {"a": 1.0, "b": None}[sample.completion]
+    """
+    write(tmp_path / "mine.py", code)
+    spec = FunctionReward(callable="mine.py:r", in_process=in_process, max_failed_share=0.25)
+    reward = load_reward(spec, base=tmp_path)
+    found = judge(reward, [RewardInput("q", completion) for completion in "aabc"])
+    reward.close()
+    assert reward.separable and found[:3] == [1.0, 1.0, None]
+    assert str(found[3]) == "reward mine.py:r failed on sample 3: KeyError: 'c'"
+    assert len(within_share(reward, found)) == 1
+
+
+def test_a_recoverable_fault_of_an_async_reward_passes_through():
+    async def throttled(sample: RewardInput) -> float:
+        raise Recoverable("judge is overloaded")
+
+    with pytest.raises(Recoverable, match="judge is overloaded"):
+        score(RewardFunction("judge", throttled, is_async=True), SAMPLES)
+
+
+def test_what_an_async_reward_keeps_lives_from_call_to_call(tmp_path: Path):
+    code = """
+    import asyncio
+
+    loops = set()
+    async def r(sample):
+        loops.add(asyncio.get_running_loop())
+        return len(loops)
+    """
+    write(tmp_path / "mine.py", code)
+    reward = load_reward(FunctionReward(callable="mine.py:r"), base=tmp_path)
+    assert [score(reward, SAMPLES[:1]) for _ in range(2)] == [[1.0], [1.0]]
+    reward.close()
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+ALARM = """
+import signal
+
+def r(sample):
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.alarm(100)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return 1.0
+"""
+
+
+def in_a_thread(call: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_a_reward_that_sets_alarms_works_in_a_process_of_its_own(tmp_path: Path):
+    write(tmp_path / "mine.py", ALARM)
+    reward = load_reward(FunctionReward(callable="mine.py:r"), base=tmp_path)
+    assert in_a_thread(lambda: score(reward, SAMPLES)) == [1.0, 1.0]
+    reward.close()
+
+
+def test_a_reward_that_sets_alarms_in_a_thread_of_this_process_is_told_what_to_do(tmp_path: Path):
+    write(tmp_path / "mine.py", ALARM)
+    reward = load_reward(FunctionReward(callable="mine.py:r", in_process=True), base=tmp_path)
+    assert score(reward, SAMPLES) == [1.0, 1.0], "of a main thread"
+    with pytest.raises(Fatal, match=r"^reward mine\.py:r imports signal, .*leave in_process out"):
+        in_a_thread(lambda: score(reward, SAMPLES))
 
 
 # -- identity ----------------------------------------------------------------------------------------------------------
@@ -319,7 +508,7 @@ def test_source_id_without_a_source_file():
 def test_source_ids_are_pinned(tmp_path: Path):
     """Changing them computes every reward again."""
     mine = write(tmp_path / "mine.py", "def r(sample): return 1\n")
-    assert source_id(ExactMatchReward()).short == "70268328af88"
+    assert source_id(ExactMatchReward()).short == "5eeef8189440"
     assert source_id(FunctionReward(callable=f"{mine}:r", kwargs={"scale": 0.5})).short == "f712b84af382"
 
 
@@ -328,6 +517,29 @@ def test_source_ids_are_pinned(tmp_path: Path):
 
 def constant(value: Any, batched: bool = False) -> RewardFunction:
     return RewardFunction("mine", lambda given: value, batched)
+
+
+def test_none_abstains():
+    assert score(constant(None), SAMPLES) == [None, None]
+    assert score(constant([None, np.float32(0.5)], batched=True), SAMPLES) == [None, 0.5]
+
+
+def test_a_failure_stays_with_its_sample_up_to_a_share():
+    def picky(sample: RewardInput) -> float:
+        return 1 / len(sample.completion)
+
+    samples = [RewardInput("q", "ab"), RewardInput("q", "", id="s-1"), RewardInput("q", "abcd"), RewardInput("q", "")]
+    reward = RewardFunction("picky", picky, max_failed_share=0.5)
+    found = judge(reward, samples)
+    assert [found[0], found[2]] == [0.5, 0.25]
+    assert str(found[1]) == "reward picky failed on sample 1 (s-1): ZeroDivisionError: division by zero"
+    assert within_share(reward, found) == [found[1], found[3]]
+    with pytest.raises(
+        Fatal, match=r"^reward picky failed on sample 1 .*It failed on 2 of 4 samples, more than max_failed_share = 0.4"
+    ):
+        within_share(replace(reward, max_failed_share=0.4), found)
+    with pytest.raises(Fatal, match=r"division by zero$"):
+        within_share(replace(reward, max_failed_share=0.0), found)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +552,7 @@ def test_numbers_of_every_kind_become_floats(value: Any):
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, None, "1", 1j, [1.0], 10**400, np.float32("nan"), torch.zeros(2), {}]
+    "value", [math.nan, math.inf, -math.inf, "1", 1j, [1.0], 10**400, np.float32("nan"), torch.zeros(2), {}]
 )
 def test_anything_but_a_finite_number_is_fatal(value: Any):
     with pytest.raises(Fatal, match=r"reward mine returned .* for sample 0 \(s-0\); expected a finite number"):
@@ -416,6 +628,26 @@ def test_a_composite_is_the_weighted_sum_of_its_parts(tmp_path: Path):
         ("exact_match 2", 2.0),
     ]
     assert score(composite.parts[1].reward, samples) == [2.0, 1.0]
+
+
+def test_parts_that_abstain_leave_their_weight_to_the_others(tmp_path: Path):
+    """Weights 3 and -1, 4 by their sizes: alone the first counts 4 / 3 times, alone the second 4 times."""
+    code = """
+    def first(sample): return sample.extras.get("first")
+    def second(sample): return sample.extras.get("second")
+    def third(sample): return 9.0
+    """
+    mine = write(tmp_path / "mine.py", code)
+    parts = tuple(
+        WeightedReward(weight=weight, reward=FunctionReward(callable=f"{mine}:{name}", in_process=True))
+        for name, weight in (("first", 3.0), ("second", -1.0), ("third", 0.0))
+    )
+    given = [{"first": 2.0, "second": 1.0}, {"first": 2.0}, {"second": 1.0}, {}]
+    samples = [RewardInput("q", "a", extras) for extras in given]
+    assert score(load_reward(CompositeReward(parts=parts)), samples) == [5.0, 8.0, -4.0, None]
+    both = {"one": parts[0].reward, "other": parts[1].reward}
+    expression = ExpressionReward(expression="one + other", rewards=both)
+    assert score(load_reward(expression), samples) == [3.0, None, None, None]
 
 
 def test_an_expression_knows_its_rewards_and_the_sample():

@@ -120,7 +120,8 @@ def _print_samples(
 def _seen(item: Sighting) -> str:
     """How a checkpoint saw a row, for a terminal."""
     saw = "took part, unknown how often" if item.times is None else f"{item.times} samples of it" if item.times else ""
-    rewards = f", rewards {' '.join(f'{reward:g}' for reward in item.rewards)}" if item.rewards else ""
+    each = ["none" if reward is None else f"{reward:g}" for reward in item.rewards]
+    rewards = f", rewards {' '.join(each)}" if each else ""
     named = item.checkpoint.short if item.checkpoint is not None else "none"
     told = f"{saw}{rewards}" or "by what it was trained from"
     return f"{named:13} {f'{item.stage} {item.label}'.strip():28} {told}{f'; {item.note}' if item.note else ''}"

@@ -55,14 +55,23 @@ def _require_unbroken(mask: Tensor) -> None:
 
 
 def group_advantages(
-    rewards: Tensor, group_size: int, *, normalize: bool = True, leave_one_out: bool = False, eps: float = 1e-4
+    rewards: Tensor,
+    group_size: int,
+    *,
+    counted: Tensor | None = None,
+    normalize: bool = True,
+    leave_one_out: bool = False,
+    eps: float = 1e-4,
 ) -> Tensor:
     """Each completion's reward against those of the other completions of its prompt.
 
     A = (r - mean) / (std + eps) over its group, arXiv:2402.03300, section 4.1.2; without ``normalize`` A = r - mean,
     arXiv:2503.20783, section 3.2. With ``leave_one_out`` the mean is that of the others, so r - mean is
-    group_size / (group_size - 1) times as large: RLOO, arXiv:2402.14740.
-    rewards: [N] float32, the completions of one prompt side by side. Returns [N].
+    group_size / (group_size - 1) times as large: RLOO, arXiv:2402.14740. Where all rewards of a group are equal, its
+    advantages are exactly 0.
+    rewards: [N] float32, the completions of one prompt side by side; counted: [N] bool, True = has a reward (default:
+    all). What is not counted is left out of its group and gets 0, as does one that no other is left to compare with.
+    Returns [N].
     Denominator: the group's standard deviation with ddof 1, plus ``eps``.
     Raises ShapeError if N is not a multiple of ``group_size``, ConfigError for groups of fewer than 2.
     """
@@ -72,24 +81,42 @@ def group_advantages(
         raise ShapeError(
             f"group_advantages: rewards {list(rewards.shape)}; expected [N] with N a multiple of {group_size}"
         )
+    options = {"normalize": normalize, "leave_one_out": leave_one_out, "eps": eps}
     rewards_PG = rewards.view(-1, group_size)
-    advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    if leave_one_out:
-        advantages_PG = advantages_PG * (group_size / (group_size - 1))
-    if normalize:
-        advantages_PG = advantages_PG / (rewards_PG.std(1, correction=1, keepdim=True) + eps)
+    if counted is None or counted.all():
+        return _compared(rewards_PG, **options).flatten()
+    advantages_PG = torch.zeros_like(rewards_PG)
+    for group, counts_G in enumerate(counted.view(-1, group_size)):
+        if counts_G.sum() > 1:
+            advantages_PG[group, counts_G] = _compared(rewards_PG[group, counts_G][None], **options)[0]
     return advantages_PG.flatten()
 
 
+def _compared(rewards_PG: Tensor, *, normalize: bool, leave_one_out: bool, eps: float) -> Tensor:
+    size, (low, high) = rewards_PG.shape[1], rewards_PG.aminmax(dim=1, keepdim=True)
+    # The rounded mean of equal rewards need not be what each of them is.
+    advantages_PG = rewards_PG - torch.where(low == high, high, rewards_PG.mean(1, keepdim=True))
+    if leave_one_out:
+        advantages_PG = advantages_PG * (size / (size - 1))
+    if normalize:
+        advantages_PG = advantages_PG / (rewards_PG.std(1, correction=1, keepdim=True) + eps)
+    return advantages_PG
+
+
 def deviation(values: Tensor) -> Tensor:
-    """Standard deviation of [N] with ddof 1; 1 for a single value, which is compared with none."""
-    return values.std(correction=1) if len(values) > 1 else torch.ones_like(values.sum())
+    """Standard deviation of [N] with ddof 1, exactly 0 for equal values; 1 for a single one, which is compared with
+    none."""
+    if len(values) < 2:
+        return torch.ones_like(values.sum())
+    low, high = values.aminmax()
+    return torch.where(low == high, 0.0, values.std(correction=1))
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """``x`` scaled to unit variance over its real entries, and shifted to mean 0 unless ``shift_mean`` is False.
 
     (x - mean) / sqrt(var + 1e-8), plus mean without the shift; as PPO whitens advantages, arXiv:2005.12729, section 3.
+    Of equal entries x - mean is exactly 0.
     x: any shape, float32; mask: the same shape, bool, True = real. Returns that shape, 0 outside the mask.
     Denominator: number of real entries for the mean, one less for the variance (unbiased).
     Raises ShapeError if the shapes differ.
@@ -98,8 +125,11 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
         raise ShapeError(f"masked_whiten: x {list(x.shape)}, mask {list(mask.shape)}; expected one shape")
     mask = mask.bool()
     x = x.masked_fill(~mask, 0.0)
+    if not mask.any():
+        return x
     count = mask.sum()
-    mean = x.sum() / count.clamp(min=1)
+    low, high = x.masked_fill(~mask, torch.inf).min(), x.masked_fill(~mask, -torch.inf).max()
+    mean = torch.where(low == high, high, x.sum() / count)
     centred = (x - mean).masked_fill(~mask, 0.0)
     variance = (centred**2).sum() / (count - 1).clamp(min=1)
     whitened = centred * torch.rsqrt(variance + WHITEN_EPS)

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.advantages import Groups
+from rollout_core.algorithms.advantages import Groups, deviation
 from rollout_core.algorithms.parallel import all_reduce_sum, data_ranks, split_across_ranks, token_microbatches
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
@@ -32,7 +32,8 @@ class Trajectory:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Of each generated token under the distribution it was drawn from, nats."""
-    score: float
+    score: float | None
+    """None where the reward abstained: it is not learned from, nor compared with others."""
     truncated: bool
     """Cut at the length limit instead of ended by the policy."""
     written: Sequence[Sequence[int]] | None = None
@@ -51,7 +52,9 @@ class PolicyBatch:
     mask: Tensor
     """[N,C] bool, True = completion token that the policy wrote."""
     scores: Tensor
-    """[N] float32: what the policy is rewarded for the whole completion."""
+    """[N] float32: what the policy is rewarded for the whole completion; 0 where it has no score."""
+    scored: Tensor
+    """[N] bool, True = has a score. The others count in no mean and no loss."""
     truncated: Tensor
     """[N] bool, True = cut at the length limit."""
     columns: dict[str, Tensor] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class PolicyBatch:
             tuple(self.completions[row] for row in index),
             self.mask[chosen, :width],
             self.scores[chosen],
+            self.scored[chosen],
             self.truncated[chosen],
             {name: column[chosen, :width] for name, column in self.columns.items()},
         )
@@ -94,11 +98,11 @@ class PolicyBatch:
         return int(self.mask.sum())
 
     def figures(self) -> dict[str, float]:
-        """Means over the batch by the usual names."""
-        lengths = self.mask.sum(1).float()
+        """Means over the batch by the usual names; those of rewards over completions that have one."""
+        lengths, scores = self.mask.sum(1).float(), self.scores[self.scored]
         return {
-            "reward": float(self.scores.mean()),
-            "reward_std": float(self.scores.std()) if len(self.scores) > 1 else 0.0,
+            "reward": float(scores.mean()) if len(scores) else 0.0,
+            "reward_std": float(deviation(scores)) if len(scores) > 1 else 0.0,
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
@@ -126,11 +130,11 @@ def punish_overlong(trajectories: Sequence[Trajectory], settings: OnPolicySettin
         length = sum(stop - start for start, stop in _written(item))
         return overlong.penalty * soft_overlong(length, limit, overlong.cache)
 
-    return [replace(item, score=item.score + penalty(item)) for item in trajectories]
+    return [item if item.score is None else replace(item, score=item.score + penalty(item)) for item in trajectories]
 
 
 def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: float = 0.0) -> PolicyBatch:
-    """Trajectories as tensors; a truncated one's score is lowered by ``missing_eos_penalty``.
+    """Trajectories as tensors; a truncated one's score is lowered by ``missing_eos_penalty``, where it has one.
 
     Raises ConfigError for written parts that are empty, overlap or lie outside a completion.
     """
@@ -147,10 +151,15 @@ def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: floa
         tuple(item.prompt_token_ids for item in trajectories),
         tuple(item.token_ids for item in trajectories),
         mask,
-        torch.tensor([item.score - missing_eos_penalty * item.truncated for item in trajectories]).float(),
+        torch.tensor([_score(item, missing_eos_penalty) for item in trajectories]).float(),
+        torch.tensor([item.score is not None for item in trajectories]),
         torch.tensor([item.truncated for item in trajectories]),
         columns,
     )
+
+
+def _score(item: Trajectory, missing_eos_penalty: float) -> float:
+    return 0.0 if item.score is None else item.score - missing_eos_penalty * item.truncated
 
 
 def _written(item: Trajectory) -> Sequence[Sequence[int]]:
@@ -406,7 +415,8 @@ class OnPolicyUpdate(Generic[SettingsT]):
 
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""
-        return batch.mask & ~batch.truncated[:, None] if self._settings.truncated == "mask" else batch.mask
+        counts = batch.scored & ~batch.truncated if self._settings.truncated == "mask" else batch.scored
+        return batch.mask & counts[:, None]
 
     def kept_advantages(self) -> bytes | None:
         """`encode_advantages` of all trajectories, as the loss has them: whitened, with importance weights and what

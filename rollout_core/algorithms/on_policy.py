@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -93,7 +93,7 @@ def assign_credit(
     old_values = own.values.masked_fill(~mask, 0.0)
     advantages, returns = _written_token_gae(-kl_coef * log_ratio, old_values, mask, batch.scores, settings)
     if settings.whiten_advantages:
-        advantages = masked_whiten(advantages, mask)
+        advantages = masked_whiten(advantages, mask & batch.scored[:, None])
     columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
     if settings.correction is not None:
         advantages = advantages * importance_weights(own.logprobs, engine_logprobs, mask, settings.correction)
@@ -182,6 +182,8 @@ class GKD(OnPolicyUpdate[GRPOSettings]):
     def __init__(
         self, policy: Policy, teacher: Teacher, batch: PolicyBatch, settings: GRPOSettings, **options: Any
     ) -> None:
+        # Rewards are looked at only: one that abstains keeps nothing from being learned.
+        batch = replace(batch, scored=torch.ones_like(batch.scored))
         super().__init__(policy, batch, settings, **options)
         self._teacher = teacher
 
@@ -215,34 +217,64 @@ class RewardParts:
     weights: Tensor
     """[K] float32."""
     values: Tensor
-    """[R,K] float32."""
+    """[R,K] float32; NaN where a part abstained."""
 
     def figures(self) -> dict[str, float]:
-        """Mean and deviation of each part, before it is weighed."""
-        columns = dict(zip(self.names, self.values.T, strict=True))
-        means = {f"rewards/{name}/mean": float(values.mean()) for name, values in columns.items()}
-        return means | {f"rewards/{name}/std": float(values.std()) for name, values in columns.items()}
+        """Mean and deviation of each part, before it is weighed, over the rollouts that it answered for."""
+        answers = {name: values[~values.isnan()] for name, values in zip(self.names, self.values.T, strict=True)}
+        answers = {name: values for name, values in answers.items() if len(values)}
+        means = {f"rewards/{name}/mean": float(values.mean()) for name, values in answers.items()}
+        stds = {name: float(deviation(values)) if len(values) > 1 else 0.0 for name, values in answers.items()}
+        return means | {f"rewards/{name}/std": std for name, std in stds.items()}
+
+    def summed(self, columns: Tensor) -> Tensor:
+        """[R,K], such as ``values``, to [R]: the weighted sum. Where parts abstained the others count so much more that
+        the weights, by their absolute values, sum to what they all do."""
+        answered = ~self.values.isnan()
+        if answered.all():
+            return columns @ self.weights
+        sizes = self.weights.abs()
+        share = (sizes * answered).sum(1) / sizes.sum()
+        sums = (columns * self.weights).masked_fill(~answered, 0.0).sum(1)
+        return torch.where(share > 0, sums / share, 0.0)
 
 
-def scaled_advantages(scores: Tensor, settings: GRPOSettings, parts: RewardParts | None = None) -> Tensor:
+def scaled_advantages(
+    scores: Tensor, settings: GRPOSettings, parts: RewardParts | None = None, counted: Tensor | None = None
+) -> Tensor:
     """[R] to [R]: each score less its baseline, over the deviation (ddof 1) of the group, the batch or none.
+    ``counted``: [R] bool, True = has a score (default: all); the others are compared with none and get 0.
 
     With ``parts`` each of them is compared by itself, over its own deviation in the group, and their weighted sum is
     the advantage: GDPO, arXiv:2601.05242. What the scores hold besides, such as penalties of length, is added as it is,
     less its group's mean; ``batch`` then divides by the deviation of these advantages.
     """
     scaling = settings.advantage_scaling
-    options = {"leave_one_out": settings.baseline == "leave_one_out", "eps": _EPS}
+    counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
+    options: dict[str, Any] = {"leave_one_out": settings.baseline == "leave_one_out", "eps": _EPS}
     size = settings.samples_per_prompt
-    if parts is not None:
-        rest = scores - parts.values @ parts.weights
-        each = [group_advantages(values, size, **options) for values in parts.values.T]
-        advantages = torch.stack(each, 1) @ parts.weights + group_advantages(rest, size, normalize=False, **options)
-        return advantages / (deviation(advantages) + _EPS) if scaling == "batch" else advantages
     advantages = scores
-    if settings.baseline != "none":
-        advantages = group_advantages(scores, size, normalize=scaling == "group", **options)
-    return advantages / (deviation(scores) + _EPS) if scaling == "batch" else advantages
+    if parts is not None:
+        columns = parts.values.T
+        each = [group_advantages(values, size, counted=counted & ~values.isnan(), **options) for values in columns]
+        rest = scores - parts.summed(parts.values)
+        advantages = parts.summed(torch.stack(each, 1))
+        advantages = advantages + group_advantages(rest, size, counted=counted, normalize=False, **options)
+        # What is left of equal rewards is but how their sum was rounded.
+        alike = torch.stack([_are_alike(values, size, counted) for values in (scores, *columns)]).all(0)
+        advantages = advantages.masked_fill(alike.repeat_interleave(size), 0.0)
+    elif settings.baseline != "none":
+        advantages = group_advantages(scores, size, counted=counted, normalize=scaling == "group", **options)
+    if scaling == "batch":
+        advantages = advantages / (deviation((scores if parts is None else advantages)[counted]) + _EPS)
+    return advantages.masked_fill(~counted, 0.0)
+
+
+def _are_alike(values: Tensor, group_size: int, counted: Tensor) -> Tensor:
+    """[R] to [R / group_size] bool: whether what is counted of a group, and is not NaN, is all equal."""
+    out = ~counted | values.isnan()
+    low, high = values.masked_fill(out, torch.inf), values.masked_fill(out, -torch.inf)
+    return low.view(-1, group_size).amin(1) >= high.view(-1, group_size).amax(1)
 
 
 def _token_advantages(
@@ -252,8 +284,10 @@ def _token_advantages(
     settings: GRPOSettings,
     penalty: Tensor | None,
     parts: RewardParts | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:
-    """[R] scores of rollouts to [N,C]; ``penalty`` [N,C] is taken off the reward of the token it belongs to.
+    """[R] scores of rollouts, of those that are ``counted`` [R], to [N,C]; ``penalty`` [N,C] is taken off the reward of
+    the token it belongs to.
 
     Where completions are compared, a completion is one action with the sum of its penalties (RLOO, arXiv:2402.14740);
     without a baseline a token has its own and those of the tokens after it (REINFORCE++, arXiv:2501.03262).
@@ -261,7 +295,9 @@ def _token_advantages(
     compared = settings.baseline != "none"
     if penalty is not None and compared:
         scores = scores - groups.summed(penalty.sum(1))
-    of_rows = groups.of_trajectories(scaled_advantages(scores, settings, parts))
+    of_rows = groups.of_trajectories(scaled_advantages(scores, settings, parts, counted))
+    if counted is not None:
+        mask = mask & groups.of_trajectories(counted)[:, None]
     advantages = of_rows[:, None].expand(mask.shape)
     if penalty is not None and not compared:
         advantages = advantages - penalty.flip(1).cumsum(1).flip(1)
@@ -293,8 +329,8 @@ def compare_groups(
     minibatches = list(chain(*pass_steps(batch, groups, settings, seed=seed, epoch=first_step)))
     options = {"temperature": settings.sampling.temperature, "device": device}
     mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
-    scores = groups.of_rollouts(batch.scores)
-    figures = batch.figures() | {"reward": float(scores.mean())}
+    scores, counted = groups.of_rollouts(batch.scores), groups.of_rollouts(batch.scored.float()) > 0
+    figures = batch.figures() | ({"reward": float(scores[counted].mean())} if counted.any() else {})
     columns, own, penalty = {}, None, None
     if settings.correction is not None and corrects:
         own = score_completions(policy, batch, minibatches, **options).logprobs
@@ -305,8 +341,8 @@ def compare_groups(
         log_ratio = (old_logprobs - columns["ref_logprobs"]).masked_fill(~mask, 0.0)
         figures["objective/kl"] = float(log_ratio.sum(1).mean())
         penalty = settings.kl_coef * log_ratio if settings.kl_in == "reward" else None
-    advantages = _token_advantages(scores, groups, mask, settings, penalty, parts)
-    figures |= (parts.figures() if parts is not None else {}) | _spread(scores, settings)
+    advantages = _token_advantages(scores, groups, mask, settings, penalty, parts, counted)
+    figures |= (parts.figures() if parts is not None else {}) | _spread(scores, counted, settings)
     compared = batch.with_columns(advantages=advantages, **columns)
     if own is not None and settings.correction is not None:
         corrected, weights = correct(compared, own, settings.correction)
@@ -314,33 +350,38 @@ def compare_groups(
     return (compared.with_columns(advantages=batch.weighed(advantages)) if corrects else compared), figures
 
 
-def _spread(scores: Tensor, settings: GRPOSettings) -> dict[str, float]:
-    """How far the scores of a group are apart."""
-    if settings.samples_per_prompt < 2:
+def _spread(scores: Tensor, counted: Tensor, settings: GRPOSettings) -> dict[str, float]:
+    """How far the scores of a group are apart, and the share of groups that teach nothing: all their scores are equal,
+    or fewer than two are counted."""
+    size = settings.samples_per_prompt
+    if size < 2:
         return {}
-    deviations = scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
-    zero = float((deviations == 0).float().mean())
-    return {"reward_std": float(deviations.mean()), "frac_reward_zero_std": zero}
+    alike = _are_alike(scores, size, counted)
+    groups = zip(scores.view(-1, size), counted.view(-1, size), strict=True)
+    deviations = [deviation(scores_G[counts_G]) for scores_G, counts_G in groups if counts_G.sum() > 1]
+    mean = float(torch.stack(deviations).mean()) if deviations else 0.0
+    return {"reward_std": mean, "frac_reward_zero_std": float(alike.float().mean())}
 
 
 def best_and_worst(
     reference: nn.Module, batch: PolicyBatch, settings: GRPOSettings, *, device: torch.device, **options: Any
 ) -> tuple[PolicyBatch, dict[str, float]]:
     """Of each group the completion of the highest score and that of the lowest, as neighbours, with the column
-    ``ref_logprobs``; and the figures of the whole batch. Of equal scores the first counts. No gradient.
+    ``ref_logprobs``; and the figures of the whole batch. Of equal scores the first counts, of completions without a
+    score none. No gradient.
 
     ``options``: ``first_step`` and ``seed`` of the update.
     """
     size = settings.samples_per_prompt
-    scores = batch.scores.view(-1, size)
-    ends = torch.stack([scores.argmax(1), scores.argmin(1)], 1) + size * torch.arange(len(scores))[:, None]
+    low, high = (batch.scores.masked_fill(~batch.scored, worst).view(-1, size) for worst in (torch.inf, -torch.inf))
+    ends = torch.stack([high.argmax(1), low.argmin(1)], 1) + size * torch.arange(len(low))[:, None]
     pairs = batch.rows(ends.flatten().tolist())
     algorithm = OnlineDPO(None, pairs, settings, device=device, **options)
     temperature = settings.sampling.temperature
     ref_logprobs = score_completions(
         reference, pairs, algorithm.first_pass(), temperature=temperature, device=device
     ).logprobs
-    figures = batch.figures() | _spread(batch.scores, settings)
+    figures = batch.figures() | _spread(batch.scores, batch.scored, settings)
     return pairs.with_columns(ref_logprobs=ref_logprobs), figures
 
 
@@ -348,7 +389,8 @@ class OnlineDPO(OnPolicyUpdate[GRPOSettings]):
     """`Algorithm` of one update by online DPO (arXiv:2402.04792): DPO on the best and the worst completion of each
     prompt, over a batch that `best_and_worst` has made. The loss of a step is the mean over its pairs.
 
-    Pairs of equal scores do not count, nor with ``truncated = "mask"`` those with a completion that was cut.
+    Pairs of equal scores do not count, nor those with a completion that has no score, nor with ``truncated = "mask"``
+    those with one that was cut.
     """
 
     name = "grpo"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def ppo_update(
     controller.update(mean_kl, len(trajectories))
     state.extras["kl_coef"] = controller.coef
     algorithm = PPO(policy, batch, settings, **options)
-    figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
+    figures |= {**_left_out(scores), **replay_figures(context.objects, replayed)}
     check_guards(figures, settings, scores)
     options = {"total_steps": settings.total_steps, "figures": lambda: figures}
     checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
@@ -163,7 +164,7 @@ def grpo_update(
                 policy, held_to, batch, settings, parts=parts_of_reward, corrects=not in_step, **options
             )
             algorithm = GRPO(policy, batch, settings, parts=parts, corrects=in_step, **options)
-    about = {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
+    about = {**_left_out(scores), **replay_figures(context.objects, replayed)}
     check_guards(figures | about, settings, scores)
 
     def all_figures() -> dict[str, float]:
@@ -256,10 +257,11 @@ def _on_policy_state(
 def load_trajectories(
     objects: ObjectStore, samples: ContentId, scores: Scores, replayed: ContentId | None = None
 ) -> list[Trajectory]:
-    """Prompts, completions and scores of an iteration, token ids as the engine gave them."""
+    """Prompts, completions and scores of an iteration, token ids as the engine gave them; a score is None where the
+    reward abstained."""
     prompts = decode_samples(objects.get_bytes(samples))
     completions = decode_completions_blob(objects.get_bytes(scores.completions))
-    values: Sequence[float] = json.loads(objects.get_bytes(scores.scores))
+    values: Sequence[float | None] = json.loads(objects.get_bytes(scores.scores))
     weights = [1.0] * len(values) if replayed is None else objects.get_json(replayed)["weights"]
     return [
         Trajectory(
@@ -287,6 +289,13 @@ def _known_ids(folder: Path, trajectories: Sequence[Trajectory]) -> int | None:
     return known
 
 
+def _left_out(scores: Scores) -> dict[str, float]:
+    """How many samples are not learned from, by why."""
+    unscored = {"num_abstained": scores.num_abstained, "num_reward_failed": scores.num_reward_failed}
+    counts = {"num_left_out": scores.num_left_out, **{name: count for name, count in unscored.items() if count}}
+    return {f"completions/{name}": count for name, count in counts.items()}
+
+
 def replay_figures(objects: ObjectStore, replayed: ContentId | None) -> dict[str, float]:
     """How many of the completions are replayed, and what they count in the mean."""
     if replayed is None:
@@ -302,7 +311,8 @@ def load_parts(objects: ObjectStore, scores: Scores) -> RewardParts:
     if scores.parts is None:
         raise ConfigError('reward_normalization = "each" needs scores by part, which these are not; score them by_part')
     found = objects.get_json(scores.parts)
-    return RewardParts(found["names"], torch.tensor(found["weights"]).float(), torch.tensor(found["values"]).float())
+    values = [[math.nan if value is None else value for value in row] for row in found["values"]]
+    return RewardParts(found["names"], torch.tensor(found["weights"]).float(), torch.tensor(values).float())
 
 
 def load_groups(objects: ObjectStore, scores: Scores, settings: GRPOSettings) -> Groups:

@@ -25,6 +25,9 @@ from rollout_core.config.described import Described
 MAX_LENGTH = 2_000
 """Characters of an expression."""
 
+DEFAULT_FAILED_SHARE = 0.1
+"""As of the requests of a batch."""
+
 Evaluate = Callable[[Mapping[str, float]], float]
 
 FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int, int | None]] = {
@@ -145,11 +148,12 @@ class _Spec(Described):
 
 
 class ExactMatchReward(_Spec):
-    """1 where the completion is the answer of its row, else 0."""
+    """1 where the completion is the answer of its row, else 0. Both are compared in Unicode's form NFC."""
 
     kind: Literal["exact_match"] = "exact_match"
     answer_key: str = Field(default="answer", min_length=1)
-    """Key of the prompt's row that holds the answer; an answer that is no string is compared by its JSON text."""
+    """Key of the prompt's row that holds the answer; an answer that is no string is compared by its JSON text, a float
+    that is whole by its text without a fraction, too: 42.0 is ``42`` and ``42.0``."""
     strip: bool = True
     """White space around completion and answer does not count."""
     ignore_case: bool = False
@@ -157,7 +161,8 @@ class ExactMatchReward(_Spec):
 
 
 class FunctionReward(_Spec):
-    """A function of yours: ``def reward(sample: RewardInput) -> float``, or of a whole list under `batch_reward`."""
+    """A function of yours: ``def reward(sample: RewardInput) -> float | None``, of a whole list under `batch_reward`,
+    or in TRL's form, ``def reward(completions, **kwargs) -> list[float | None]``; async, too. None: it abstains."""
 
     kind: Literal["function"] = "function"
     callable: str
@@ -170,6 +175,9 @@ class FunctionReward(_Spec):
     """Memory of the function's processes together, in MiB. Default: three quarters of the machine's."""
     max_processes: int = Field(default=64, ge=1)
     """Processes of the function at the same time, the one it runs in among them."""
+    max_failed_share: float = Field(default=DEFAULT_FAILED_SHARE, ge=0, le=1)
+    """Share of the samples scored together that the function may fail on: it raises, or returns neither a finite number
+    nor None. They have no score and are counted; where they are more, scoring fails."""
     in_process: bool = False
     """Trusted code: run it inside the run's own process, where nothing holds it to the limits and an exit or a crash
     takes the run along. Spares a call the way to another process, about 0.2 ms and the time of copying the samples."""
@@ -181,7 +189,10 @@ class FunctionReward(_Spec):
 
     def cache_identity(self) -> Any:
         """Where the function lies does not count; its code does, by its `source_id`."""
-        return {"kind": self.kind, "function": self.callable.rpartition(":")[2], "kwargs": self.kwargs}
+        named = {"kind": self.kind, "function": self.callable.rpartition(":")[2], "kwargs": self.kwargs}
+        # Scores that were kept before there was such a share are found: then none failed.
+        share = {"max_failed_share": self.max_failed_share}
+        return named | (share if self.max_failed_share != DEFAULT_FAILED_SHARE else {})
 
     @field_validator("callable")
     @classmethod

@@ -32,7 +32,8 @@ class Drawn:
     """The weights that drew every token of these completions."""
     samples: Sequence[bytes]
     completions: Sequence[bytes]
-    scores: Sequence[float]
+    scores: Sequence[float | None]
+    """None where a completion has no score."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,28 @@ class Buffer:
         return cls(document["group_size"], tuple(iterations), groups)
 
 
-def priorities(scores: Sequence[float], group_size: int) -> list[float]:
+def priorities(scores: Sequence[float | None], group_size: int) -> list[float]:
     """Of each group of an iteration, the mean of |A|: how far rewards are from the mean of the group, or where groups
-    have one completion from that of the iteration."""
-    groups = [scores[start : start + group_size] for start in range(0, len(scores), group_size)]
-    overall = sum(scores) / len(scores)
+    have one completion from that of the iteration. Completions without a score do not count."""
+    groups = [_known(scores[start : start + group_size]) for start in range(0, len(scores), group_size)]
+    overall = _mean(_known(scores))
 
     def spread(group: Sequence[float]) -> float:
-        mean = overall if group_size == 1 else sum(group) / len(group)
-        return sum(abs(score - mean) for score in group) / len(group)
+        mean = overall if group_size == 1 else _mean(group)
+        return _mean([abs(score - mean) for score in group])
 
     return [spread(group) + _EPS for group in groups]
+
+
+def _known(scores: Sequence[float | None]) -> list[float]:
+    return [score for score in scores if score is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of equal values exactly theirs, which a rounded sum need not give; 0 of none."""
+    if not values or min(values) == max(values):
+        return values[0] if values else 0.0
+    return sum(values) / len(values)
 
 
 def num_fresh(number: int, wanted: int, settings: Replay | None, *, first: int = 0) -> int:
@@ -148,7 +160,7 @@ class Mixed:
 
     samples: bytes
     completions: bytes
-    scores: list[float]
+    scores: list[float | None]
     document: dict[str, Any]
     """For each completion what it counts, and the weights that drew it: ``weights``, ``drawn_by``; ``num_fresh``."""
     groups: tuple[Group, ...]

@@ -103,7 +103,7 @@ def _lines(objects: ObjectStore, blob: ContentId) -> Iterator[bytes]:
 
 
 def _numbers(objects: ObjectStore, blob: ContentId) -> Iterator[bytes]:
-    """Items of a JSON list of numbers, as text; the list may be larger than memory."""
+    """Items of a JSON list of numbers and nulls, as text; the list may be larger than memory."""
     rest = b""
     for chunk in objects.stream(blob):
         *items, rest = (rest + chunk).split(b",")
@@ -125,7 +125,8 @@ class Sighting:
     times: int | None
     """Samples of the row that the update learnt from, or times that it took the row up; 0: only what it started from
     did; None: unknown, see ``note``."""
-    rewards: tuple[float, ...] = ()
+    rewards: tuple[float | None, ...] = ()
+    """Of these samples; None where one has no score."""
     note: str = ""
 
 
@@ -192,7 +193,7 @@ def _seen(objects: ObjectStore, lineage: Lineage, data: ContentId, number: int, 
     return Sighting(**about, times=0)
 
 
-def _rewards_of(objects: ObjectStore, experience: _Experience, row: PromptRow) -> Iterator[float]:
+def _rewards_of(objects: ObjectStore, experience: _Experience, row: PromptRow) -> Iterator[float | None]:
     prompt = prompt_of(row)
     needle = orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
     lines = zip(_lines(objects, experience.samples), _numbers(objects, experience.scores), strict=True)
@@ -200,7 +201,7 @@ def _rewards_of(objects: ObjectStore, experience: _Experience, row: PromptRow) -
         if needle in line:  # most are told apart without being parsed
             sample = orjson.loads(line)
             if (sample["prompt"], sample["row_id"], sample["extras"]) == (prompt, row.id, row.extras):
-                yield float(reward)
+                yield None if reward == b"null" else float(reward)
 
 
 def _taken_up(objects: ObjectStore, lineage: Lineage, number: int, about: dict[str, Any]) -> Sighting:

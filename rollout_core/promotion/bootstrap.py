@@ -37,14 +37,17 @@ def paired_gain(
 ) -> PairedGain:
     """The gain of ``after`` over ``before``, and its percentile interval of that ``confidence``.
 
-    Both map P prompts to the rewards of their samples, of which each prompt counts the mean. P prompts are resampled
+    Both map prompts to the rewards of their samples, of which each prompt counts the mean; P prompts have rewards on
+    both sides, and others are left out. P prompts are resampled
     with replacement, so samples of one stay together; the interval runs from quantile (1 - confidence) / 2 to
     (1 + confidence) / 2 of the resampled mean differences. The draws follow from the prompts' names alone: neither the
     order of rows nor which side is which changes them. Raises ConfigError where the prompts of the two are not the
-    same, or there are none.
+    same, or none has rewards.
     """
     _refuse_different(before, after)
-    prompts = sorted(before)
+    prompts = sorted(prompt for prompt in before if before[prompt] and after[prompt])
+    if not prompts:
+        raise ConfigError("no prompt has a score on both sides, so nothing can be compared; look at the reward")
     means_before, means_after = ([_mean(side[prompt]) for prompt in prompts] for side in (before, after))
     mean_before, mean_after = _mean(means_before), _mean(means_after)
     is_tie = math.isclose(mean_before, mean_after, rel_tol=ROUNDING, abs_tol=ROUNDING)

@@ -51,6 +51,8 @@ class Comparison(Record):
     """Of the bootstrap interval of the gain, paired by prompt."""
     upper: float
     confidence: float
+    num_unscored: int = 0
+    """Prompts that are left out: a model's completions of them have no score."""
 
     @property
     def rewards(self) -> str:
@@ -60,9 +62,10 @@ class Comparison(Record):
     @property
     def interval(self) -> str:
         """The gain with its interval, for people."""
+        left_out = f", {self.num_unscored} without a score left out" if self.num_unscored else ""
         return (
             f"gain {self.gain:.4f}, {self.confidence:.4g} interval {self.lower:.4f} to {self.upper:.4f} "
-            f"over {self.num_prompts} prompts"
+            f"over {self.num_prompts} prompts{left_out}"
         )
 
     @property
@@ -153,15 +156,16 @@ def _uncertainty(item: Comparison, config: PromotionConfig) -> str | None:
 
 
 def rewards_by_prompt(objects: ObjectStore, report: EvalReport) -> dict[str, list[float]]:
-    """Rewards of an evaluation's samples under the id of their prompt, which is the same for every model.
+    """Rewards of an evaluation's samples under the id of their prompt, which is the same for every model. A sample
+    without a score adds none.
 
     Equal rows are one prompt. Raises MissingObject or CorruptObject.
     """
     rewards: dict[str, list[float]] = {}
-    scores: list[float] = json.loads(objects.get_bytes(report.scores))
+    scores: list[float | None] = json.loads(objects.get_bytes(report.scores))
     for sample, score in zip(decode_samples(objects.get_bytes(report.samples)), scores, strict=True):
         prompt = content_id("held-out-prompt/1", [sample.row_id, sample.prompt, sample.extras])
-        rewards.setdefault(prompt, []).append(score)
+        rewards.setdefault(prompt, []).extend([] if score is None else [score])
     return rewards
 
 
@@ -196,6 +200,7 @@ def compare(
         lower=found.lower,
         upper=found.upper,
         confidence=confidence,
+        num_unscored=len(rewards_before) - found.num_prompts,
     )
 
 

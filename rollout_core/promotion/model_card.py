@@ -118,11 +118,12 @@ def _evaluations(objects: ObjectStore, model: ContentId) -> Iterator[Evaluation]
                 scores = objects.get_json(output) if objects.get_bytes(output)[:1] == b"[" else None
             except (NotFound, CorruptObject, ValueError):
                 continue
-            if isinstance(scores, list) and scores:
+            known = [score for score in scores if score is not None] if isinstance(scores, list) else []
+            if known:
                 yield Evaluation(
                     label=str(lineage.inputs.get("label") or "held out"),
-                    num_samples=len(scores),
-                    mean_reward=math.fsum(scores) / len(scores),
+                    num_samples=len(known),
+                    mean_reward=math.fsum(known) / len(known),
                     reward=lineage.inputs.get("reward") or {},
                     sampling=lineage.inputs.get("sampling") or {},
                 )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +32,15 @@ from rollout_core.rewards.scoring import (
     RewardFunction,
     RewardInput,
     RewardPart,
+    Score,
+    as_called,
+    from_json,
+    judge,
     places,
-    score,
     whole_batch,
 )
-from rollout_core.rewards.source_ids import RewardSource, read_source
-from rollout_core.rewards.user_code import UserCode, importable, is_batched, load_function
+from rollout_core.rewards.source_ids import RewardSource, imports, read_source
+from rollout_core.rewards.user_code import CallForm, SourceFile, UserCode, importable, load_function
 
 log = logging.getLogger(__name__)
 
@@ -67,48 +74,101 @@ def load_reward(
         return RewardFunction(name, lambda sample: _exact_match(spec, sample), separable=True)
     code = source.codes[spec.callable]
     if spec.in_process or not IS_ISOLATED:
-        return _in_process(code, spec.kwargs)
+        return _in_process(code, spec)
     process = RewardProcess(code, spec.kwargs, spec.limits(), on_line)
-    return RewardFunction(spec.callable, process, batched=True, separable=not process.takes_all, close=process.close)
+    return RewardFunction(
+        spec.callable,
+        process,
+        batched=True,
+        separable=not process.form.takes_all,
+        close=process.close,
+        forms={spec.callable: process.form},
+        max_failed_share=spec.max_failed_share,
+    )
 
 
-def _in_process(code: UserCode, kwargs: Mapping[str, Any]) -> RewardFunction:
+def _in_process(code: UserCode, spec: FunctionReward) -> RewardFunction:
     with importable(code):
-        function = load_function(code, kwargs)
+        function, form = load_function(code, spec.kwargs)
+    called = as_called(function, form, spec.kwargs, code.callable)
+    alarms = next((name for name in USES_SIGNALS if any(imports(file.code, name) for file in _files(code))), None)
 
     def call(given: Any) -> Any:
-        with importable(code):  # for imports inside of functions
-            return function(given, **kwargs)
+        with _running(code, alarms):
+            return called(given)
 
-    return RewardFunction(code.callable, call, is_batched(function), separable=not is_batched(function))
+    async def wait(given: Any) -> Any:
+        with _running(code, alarms):
+            return await called(given)
+
+    return RewardFunction(
+        code.callable,
+        wait if form.is_async else call,
+        form.takes_all,
+        separable=not form.takes_all,
+        is_async=form.is_async,
+        forms={code.callable: form},
+        max_failed_share=spec.max_failed_share,
+    )
+
+
+USES_SIGNALS = ("signal", "math_verify")
+"""Modules that tell of alarms, which Python has in a process's main thread alone. In another one Math-Verify takes what
+it cannot time for no answer, and says so to its log only."""
+
+
+@contextmanager
+def _running(code: UserCode, alarms: str | None) -> Iterator[None]:
+    """Around a call of a user's function in this process, where imports inside of it find the user's modules.
+    ``alarms``: which of `USES_SIGNALS` it imports."""
+    if alarms is not None and threading.current_thread() is not threading.main_thread():
+        raise Fatal(
+            f"reward {code.callable} imports {alarms}, whose alarms need a process's main thread, and with in_process "
+            "= true it is called in another; leave in_process out, and it runs in the main thread of a process of its "
+            "own"
+        )
+    with importable(code):
+        yield
+
+
+def _files(code: UserCode) -> list[SourceFile]:
+    return [*([code.main] if code.main else []), *code.imported.values()]
 
 
 def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFunction]) -> RewardFunction:
     if isinstance(spec, CompositeReward):
         weights = [part.weight for part in spec.parts]
 
-        def combine(sample: RewardInput, values: Sequence[float]) -> float:
-            return sum(weight * value for weight, value in zip(weights, values, strict=True))
+        def combine(sample: RewardInput, values: Sequence[Score]) -> Score:
+            return weighted_sum(weights, values)
 
         name = "composite"
     else:
         evaluate = compile_expression(spec.expression, [*spec.rewards, *SAMPLE_FIGURES])
 
-        def combine(sample: RewardInput, values: Sequence[float]) -> float:
+        def combine(sample: RewardInput, values: Sequence[Score]) -> Score:
+            known = [value for value in values if value is not None]
+            if len(known) < len(values):
+                return None
             figures = (sample.num_tokens, len(sample.completion), sample.finish_reason == "length")
-            return evaluate(dict(zip((*spec.rewards, *SAMPLE_FIGURES), (*values, *figures), strict=True)))
+            return evaluate(dict(zip((*spec.rewards, *SAMPLE_FIGURES), (*known, *figures), strict=True)))
 
         name = spec.expression
 
-    def rewards(samples: Sequence[RewardInput]) -> list[float]:
-        columns = [score(part, samples) for part in parts]
-        combined = []
-        for place, sample, *values in zip(places(samples), samples, *columns, strict=True):
-            try:
-                combined.append(combine(sample, values))
-            except (ArithmeticError, ValueError) as error:
-                raise Fatal(f"reward {name} failed on {place}: {type(error).__name__}: {error}") from error
-        return combined
+    def one(place: str, sample: RewardInput, values: Sequence[Score | Fatal]) -> Score | Fatal:
+        if failures := [value for value in values if isinstance(value, Fatal)]:
+            return failures[0]
+        try:
+            return combine(sample, [value for value in values if not isinstance(value, Fatal)])
+        except (ArithmeticError, ValueError) as error:
+            return Fatal(f"reward {name} failed on {place}: {type(error).__name__}: {error}")
+
+    def rewards(samples: Sequence[RewardInput]) -> list[Score | Fatal]:
+        columns = [judge(part, samples) for part in parts]
+        return [
+            one(place, sample, values)
+            for place, sample, *values in zip(places(samples), samples, *columns, strict=True)
+        ]
 
     def close() -> None:
         for part in parts:
@@ -116,7 +176,27 @@ def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFu
 
     summed = _summed(spec, parts) if isinstance(spec, CompositeReward) else ()
     separable = all(part.separable for part in parts)
-    return RewardFunction(name, rewards, batched=True, separable=separable, close=close, parts=summed)
+    return RewardFunction(
+        name,
+        rewards,
+        batched=True,
+        separable=separable,
+        close=close,
+        parts=summed,
+        forms={name: form for part in parts for name, form in part.forms.items()},
+        max_failed_share=min((part.max_failed_share for part in parts if part.forms), default=0.0),
+    )
+
+
+def weighted_sum(weights: Sequence[float], values: Sequence[Score]) -> Score:
+    """Of a composite's parts. Where some abstained, the others count so much more that the weights, by their absolute
+    values, sum to what they all do; None where no part answered that has a weight."""
+    answers = [(weight, value) for weight, value in zip(weights, values, strict=True) if value is not None]
+    total = sum(weight * value for weight, value in answers)
+    if len(answers) == len(weights):
+        return total
+    share = math.fsum(abs(weight) for weight, _ in answers)
+    return total * math.fsum(map(abs, weights)) / share if share else None
 
 
 def _summed(spec: CompositeReward, functions: Sequence[RewardFunction]) -> tuple[RewardPart, ...]:
@@ -146,12 +226,23 @@ def _exact_match(spec: ExactMatchReward, sample: RewardInput) -> float:
     if spec.answer_key not in sample.extras:
         raise ConfigError(f"the prompt's row has no {spec.answer_key!r}; {near(spec.answer_key, sample.extras)}")
     answer = sample.extras[spec.answer_key]
-    pair = [sample.completion, answer if isinstance(answer, str) else canonical_json(answer).decode()]
+    return float(_compared(spec, sample.completion) in {_compared(spec, text) for text in _texts(answer)})
+
+
+def _texts(answer: Any) -> list[str]:
+    """The ways that an answer may be written. A whole number of a column with gaps is a float: pandas makes it one."""
+    text = answer if isinstance(answer, str) else canonical_json(answer).decode()
+    if isinstance(answer, float) and answer.is_integer():
+        return [text, str(int(answer)), repr(answer)]
+    return [text]
+
+
+def _compared(spec: ExactMatchReward, text: str) -> str:
+    text = unicodedata.normalize("NFC", text)
     if spec.strip:
-        pair = [text.strip() for text in pair]
-    if spec.ignore_case:
-        pair = [text.casefold() for text in pair]
-    return float(pair[0] == pair[1])
+        text = text.strip()
+    # Folding case may take a composed character apart.
+    return unicodedata.normalize("NFC", text.casefold()) if spec.ignore_case else text
 
 
 class RewardProcess:
@@ -165,8 +256,8 @@ class RewardProcess:
     ) -> None:
         self._code = code
         self._kwargs = dict(kwargs)
-        self.takes_all = False
-        """Whether the function is called with all samples at once."""
+        self.form = CallForm()
+        """How the function is called."""
         name = code.callable
         self._child = Child(
             "rollout_core.rewards.scoring:handle",
@@ -178,17 +269,17 @@ class RewardProcess:
 
     def _load(self, ask: Callable[[Any], Any]) -> None:
         try:
-            self.takes_all = ask({"code": self._code.document(), "kwargs": self._kwargs})
+            self.form = CallForm.from_document(ask({"code": self._code.document(), "kwargs": self._kwargs}))
         except Ended as error:
             raise ConfigError(f"reward {self._code.callable} cannot be loaded: it {error}") from error
         except Interrupted as error:
             raise Recoverable(f"reward {self._code.callable} was not loaded: its process {error.reason}") from error
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
-        """The reward of each input. Raises as `score` does."""
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[Score | Fatal]:
+        """The reward of each input. Raises as `judge` does."""
         rows = [[_plain(getattr(sample, name)) for name in INPUT_FIELDS] for sample in inputs]
         try:
-            return self._child.call({"inputs": rows})
+            return list(map(from_json, self._child.call({"inputs": rows})))
         except Ended as error:
             place = _place(error.place, inputs)
             raise Fatal(f"reward {self._code.callable} failed on {place}: it {error}") from error

@@ -19,6 +19,7 @@ from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.rewards import (
     CompositeReward,
+    ExactMatchReward,
     ExpressionReward,
     FunctionReward,
     RewardSpec,
@@ -136,6 +137,8 @@ def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
     if isinstance(spec, ExpressionReward):
         rewards = {name: _source_id(reward, codes) for name, reward in spec.rewards.items()}
         return content_id("reward/1", {"kind": spec.kind, "expression": spec.expression, "rewards": rewards})
+    if isinstance(spec, ExactMatchReward):
+        return content_id("reward/2", spec)  # the meaning's version: 2 compares whole floats and after NFC
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
     function = spec.callable.rpartition(":")[2]
@@ -300,6 +303,11 @@ def _parsed(code: bytes) -> ast.Module | None:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # said in full when it is loaded
+
+
+def imports(code: bytes, module: str) -> bool:
+    """Whether an import statement of ``code`` names ``module``, or what lies in it."""
+    return module in _imported_names(code, "")
 
 
 def _imported_names(code: bytes, package: str) -> Iterator[str]:

@@ -19,10 +19,10 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import rollout_core
 from rollout_core.base.errors import ConfigError, in_words, near, shown
@@ -297,17 +297,106 @@ def _refuse_a_strangers_name(code: UserCode, name: str, module: Any) -> None:
         )
 
 
-def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> Any:
-    """The function that ``code.callable`` names; inside `importable`. Raises ConfigError."""
+GIVEN_COLUMNS = ("prompts", "completions", "completion_ids")
+"""That every sample has, under the names of TRL's reward functions. A parameter of such a name tells TRL's form."""
+TRAINER_STATE = "trainer_state"
+"""TRL's state of its trainer, which there is none of here: None for a function that must be given it."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a reward function wants to be called, which its signature tells."""
+
+    takes: Literal["sample", "samples", "columns"] = "sample"
+    """One sample; the list of them, under ``batch_reward``; or TRL's columns, a list of all samples each."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns it has parameters for, where it takes columns."""
+    required: tuple[str, ...] = ()
+    """Those of them that only rows can give."""
+    takes_any: bool = False
+    """Whether it takes every other column, too (``**kwargs``)."""
+    is_async: bool = False
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether one call is about all samples."""
+        return self.takes != "sample"
+
+    @property
+    def in_words(self) -> str:
+        """For people."""
+        if self.takes == "columns":
+            columns = [name for name in self.columns if name != TRAINER_STATE]
+            names = ", ".join([*columns, *(["every other key of the rows"] if self.takes_any else [])])
+            called = f"TRL's form: called with lists over all samples of {names}"
+        else:
+            called = "called with one sample" if self.takes == "sample" else "called with the list of all samples"
+        return f"{called}, awaited" if self.is_async else called
+
+    def document(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> CallForm:
+        """Inverse of `document`."""
+        lists = {name: tuple(document[name]) for name in ("columns", "required")}
+        return cls(**{**document, **lists})
+
+
+def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> tuple[Any, CallForm]:
+    """The function that ``code.callable`` names, and how it is called; inside `importable`. Raises ConfigError."""
     name = code.callable
     function = _attribute(load_module(code), name.rpartition(":")[2], name)
-    _check_callable(function, name, kwargs, is_batched(function))
-    return function
+    return function, _form_of(function, name, kwargs)
 
 
-def is_batched(function: Any) -> bool:
-    """Whether it takes the list of all samples."""
-    return bool(getattr(function, "batch_reward", False))
+def _form_of(function: Any, name: str, kwargs: Mapping[str, Any]) -> CallForm:
+    """Raises ConfigError unless ``function`` can be called in one of the forms, and with ``kwargs``."""
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(
+            f"reward {name} is of type {type(function).__name__}; expected a function that returns a number"
+        )
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    is_batched = bool(getattr(function, "batch_reward", False))
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return CallForm("samples" if is_batched else "sample", is_async=is_async)  # some built-ins have none
+    given: dict[str, Any]
+    if not is_batched and set(GIVEN_COLUMNS) & set(signature.parameters):
+        form = _columns_form(signature, kwargs, is_async)
+        called, given = list(form.columns), dict.fromkeys(form.columns)
+        arguments: tuple[Any, ...] = ()
+    else:
+        form = CallForm("samples" if is_batched else "sample", is_async=is_async)
+        called, given, arguments = [form.takes], {}, (None,)
+    try:
+        signature.bind(*arguments, **given, **kwargs)
+    except TypeError as error:
+        called += [f"{key}={shown(value)}" for key, value in kwargs.items()]
+        raise ConfigError(
+            f"reward {name} has the signature {signature}, but is called with ({', '.join(called)}): {error}; expected "
+            "(sample), (samples) under batch_reward, or TRL's (prompts, completions, **kwargs)"
+        ) from None
+    return form
+
+
+def _columns_form(signature: inspect.Signature, kwargs: Mapping[str, Any], is_async: bool) -> CallForm:
+    named = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name not in kwargs
+    ]
+    known = {*GIVEN_COLUMNS, TRAINER_STATE}
+    columns = [each.name for each in named if each.name != TRAINER_STATE or each.default is each.empty]
+    return CallForm(
+        takes="columns",
+        columns=tuple(columns),
+        required=tuple(each.name for each in named if each.default is each.empty and each.name not in known),
+        takes_any=any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()),
+        is_async=is_async,
+    )
 
 
 def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
@@ -318,22 +407,3 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
             raise ConfigError(f"reward {name}: there is no {part!r}; {near(part, found)}")
         value = getattr(value, part)
     return value
-
-
-def _check_callable(function: Any, name: str, kwargs: Mapping[str, Any], batched: bool) -> None:
-    """Raises ConfigError unless ``function`` can be called with a sample and ``kwargs``."""
-    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        kind = "an async function" if inspect.iscoroutinefunction(function) else f"of type {type(function).__name__}"
-        raise ConfigError(f"reward {name} is {kind}; expected a function that returns a number")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # some built-ins have none
-    try:
-        signature.bind(None, **kwargs)
-    except TypeError as error:
-        argument = "samples" if batched else "sample"
-        call = ", ".join([argument, *(f"{key}={shown(value)}" for key, value in kwargs.items())])
-        raise ConfigError(
-            f"reward {name} has the signature {signature}, but is called with ({call}): {error}"
-        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class SampleRow:
     prompt: str
     completion: str
     reward: float
+    """NaN where it has none."""
     finish_reason: str
     num_tokens: int
 
@@ -190,14 +192,19 @@ def compare_held_out(
     gain = None
     # A run that ended early has only its start to show, which says nothing of what it would have come to.
     if len(runs) == 2 and chosen[0].label == chosen[1].label and by_prompt[0].keys() == by_prompt[1].keys():
-        before, after = ({prompt: [row.reward for row in rows] for prompt, rows in each.items()} for each in by_prompt)
-        gain = paired_gain(before, after, confidence=0.95)
+        before, after = ({prompt: _scored(rows) for prompt, rows in each.items()} for each in by_prompt)
+        if any(before[prompt] and after[prompt] for prompt in before):
+            gain = paired_gain(before, after, confidence=0.95)
     return HeldOut(
         labels=tuple(each.label for each in chosen),
         means=tuple(each.mean for each in chosen),
-        pairs=tuple(sorted(pairs, key=lambda pair: pair.change)),
+        pairs=tuple(sorted(pairs, key=lambda pair: 0.0 if math.isnan(pair.change) else pair.change)),
         gain=gain,
     )
+
+
+def _scored(rows: Sequence[SampleRow]) -> list[float]:
+    return [row.reward for row in rows if not math.isnan(row.reward)]
 
 
 def _by_prompt(rows: Sequence[SampleRow]) -> dict[str, list[SampleRow]]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from rollout_core.algorithms.advantages import gae, group_advantages, masked_whiten
+from rollout_core.algorithms.advantages import deviation, gae, group_advantages, masked_whiten
 from rollout_core.algorithms.losses import ShapeError
 from rollout_core.base.errors import ConfigError
 
@@ -134,6 +134,49 @@ def test_groups_do_not_influence_each_other(seed: int, order: list[int]):
     rewards = random(seed, 3, 4)
     whole = group_advantages(rewards.flatten(), 4).view(3, 4)
     assert torch.allclose(group_advantages(rewards[list(order)].flatten(), 4).view(3, 4), whole[list(order)])
+
+
+scales = st.one_of(st.sampled_from([0.1, 0.3, 7.3, 100.1, 1000.1]), st.floats(-1e6, 1e6, width=32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(scales, st.integers(2, 64), st.booleans(), st.booleans())
+def test_equal_rewards_have_no_advantage_at_any_scale(value: float, size: int, normalize: bool, leave_one_out: bool):
+    """float32 rounds the mean: eight rewards of 1000.1 had advantages of -0.37. Another group counts as ever."""
+    rewards = torch.tensor([value] * size + [0.0] * (size - 1) + [1.0])
+    found = group_advantages(rewards, size, normalize=normalize, leave_one_out=leave_one_out)
+    assert found[:size].tolist() == [0.0] * size
+    assert found[-1] > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(scales, st.integers(2, 64))
+def test_equal_values_deviate_by_nothing_and_are_whitened_to_nothing(value: float, count: int):
+    values, mask = torch.full((count + 1,), value), torch.arange(count + 1) < count
+    assert deviation(values).item() == 0.0
+    assert masked_whiten(values, mask).tolist() == [0.0] * (count + 1)
+    kept = masked_whiten(values, mask, shift_mean=False)
+    assert kept.tolist() == [values[0].item()] * count + [0.0]
+
+
+def test_rewards_that_are_nearly_equal_are_compared():
+    """Exact equality decides: 1 and 1 + 2^-20 deviate by 2^-20 / sqrt(2), far below eps."""
+    found = group_advantages(torch.tensor([1.0, 1.0 + 2**-20]), 2)
+    expected = 2**-21 / (2**-20 / math.sqrt(2) + 1e-4)
+    assert found.tolist() == pytest.approx([-expected, expected], rel=1e-4)
+
+
+def test_what_is_not_counted_is_in_no_group():
+    """Of (1, -, 3, 5) three are compared: mean 3, deviation 2. Of (2, -, -, -) one is left, of (-, 7, -, 7) equal."""
+    rewards = torch.tensor([1.0, 99.0, 3.0, 5.0, 2.0, 99.0, 99.0, 99.0, 99.0, 7.0, 99.0, 7.0])
+    counted = rewards != 99.0
+    found = group_advantages(rewards, 4, counted=counted)
+    one = 2 / (2 + 1e-4)
+    assert found.tolist() == pytest.approx([-one, 0.0, 0.0, one] + [0.0] * 8)
+    others = group_advantages(rewards, 4, counted=counted, normalize=False, leave_one_out=True)
+    assert others.tolist() == pytest.approx([-3.0, 0.0, 0.0, 3.0] + [0.0] * 8)
+    whole = group_advantages(rewards, 4, counted=torch.ones(12, dtype=torch.bool))
+    assert torch.equal(whole, group_advantages(rewards, 4))
 
 
 def test_group_advantages_pass_the_gradient_check():

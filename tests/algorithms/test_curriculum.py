@@ -18,7 +18,7 @@ from rollout_core.data.curriculum import competence, easiest_first, in_words, nu
 from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.data.examples import Example, positions_at
 from rollout_core.objects import ObjectStore
-from tasks.curriculum import OpenPrompts
+from tasks.curriculum import OpenPrompts, by_reward
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,10 @@ def test_a_plan_says_what_is_open_when():
     named = Curriculum(by="key", key="level", initial=0.5, until=1.0)
     assert in_words(named, 8, 2, "iteration") == "by level: 4 of 8 at first, all never in 2 iterations"
     assert in_words(named, 8, None, "step").endswith("all after 100% of the steps")
+
+
+def test_prompts_are_as_hard_as_their_completions_earn_little():
+    """Of (1, -) one counts; a prompt without a score is as hard as the hardest."""
+    assert by_reward([1.0, None, 0.0, 0.5, None, None], 3) == [-1.0, -0.25, -0.25]
+    with pytest.raises(ConfigError, match="3 completions of 2 prompts were scored"):
+        by_reward([1.0, 0.0, 1.0], 2)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
-from rollout_core.algorithms.on_policy import GRPO, PPO, assign_credit, compare_groups, scaled_advantages
+from rollout_core.algorithms.on_policy import GRPO, PPO, RewardParts, assign_credit, compare_groups, scaled_advantages
 from rollout_core.algorithms.policy import Policy, ValueModel
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import canonical_json, hash_bytes
@@ -81,12 +81,13 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
     scores = [item.score for item in items]
     total, count, rows = torch.zeros(()), 0, []
     for number, item in enumerate(items):
-        group = scores[number // GROUP * GROUP :][:GROUP]
-        mean = sum(group) / GROUP
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in group) / (GROUP - 1))
-        advantage = (item.score - mean) / (deviation + 1e-4)
+        group = [value for value in scores[number // GROUP * GROUP :][:GROUP] if value is not None]
+        mean = sum(group) / len(group)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in group) / (len(group) - 1))
+        score = 0.0 if item.score is None else item.score
+        advantage = (score - mean) / (deviation + 1e-4)
         if settings.baseline == "leave_one_out":
-            advantage = item.score - (sum(group) - item.score) / (GROUP - 1)
+            advantage = score - (sum(group) - score) / (len(group) - 1)
         now = plain_logprobs(model, item.prompt_token_ids, item.token_ids, 0.8)
         ratio = torch.exp(now - torch.tensor(item.logprobs))
         clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -101,7 +102,7 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
         if settings.kl_coef:
             log_r = plain_logprobs(reference, item.prompt_token_ids, item.token_ids, 0.8).detach() - now
             tokens = tokens + settings.kl_coef * (torch.exp(log_r) - 1 - log_r)
-        if settings.truncated == "mask" and item.truncated:
+        if item.score is None or (settings.truncated == "mask" and item.truncated):
             tokens = tokens * 0
             length = 0
         else:
@@ -148,6 +149,88 @@ def test_loss_and_gradient_equal_an_independent_reference_however_the_step_is_cu
     assert sum(losses).item() == pytest.approx(expected.item(), abs=1e-5)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("minibatch_size", [6, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl_coef": 0.1},
+        {"loss_type": "dapo", "truncated": "mask"},
+        {"loss_type": "dr_grpo", "loss": "reinforce", "baseline": "leave_one_out", "advantage_scaling": "none"},
+    ],
+)
+def test_a_completion_without_a_score_is_neither_trained_nor_compared(
+    changes, minibatch_size, tiny_model, other_tiny_model
+):
+    settings = grpo_settings(minibatch_size=minibatch_size, gradient_accumulation=6 // minibatch_size, **changes)
+    plain, reference = map(load_causal_lm, (tiny_model, other_tiny_model))
+    items = trajectories(plain, drift=0.3)
+    items[2] = replace(items[2], score=None)
+    policy, held_to = (Policy(load_causal_lm(folder)) for folder in (tiny_model, other_tiny_model))
+    batch, figures = compare_groups(policy, held_to, build_batch(items), settings, device=CPU)
+    learner = GRPO(policy, batch, settings, first_step=0, seed=0, device=CPU)
+    parts = learner.minibatches(0)
+    loss = torch.stack([learner.loss(part, parts).loss for part in parts]).sum()
+    expected = reference_loss(plain, reference, items, settings)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    scores = [item.score for item in items if item.score is not None]
+    assert figures["reward"] == pytest.approx(sum(scores) / 5)
+    assert learner.kept_advantages().splitlines()[2] == b"null"
+
+
+def test_groups_of_fewer_than_two_scores_teach_nothing(tiny_model):
+    items = trajectories(load_causal_lm(tiny_model))
+    items = [*(replace(item, score=None) for item in items[:2]), *items[2:]]
+    policy = Policy(load_causal_lm(tiny_model))
+    batch, figures = compare_groups(policy, None, build_batch(items), grpo_settings(), device=CPU)
+    assert figures["frac_reward_zero_std"] == 0.5
+    spread = torch.tensor([item.score for item in items[3:]]).std().item()
+    assert figures["reward_std"] == pytest.approx(spread), "of the one group that is compared"
+    assert (batch.columns["advantages"][:3] == 0).all()
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+@pytest.mark.parametrize("scaling", ["group", "batch", "none"])
+@pytest.mark.parametrize("value", [0.1, 0.3, 7.3, 100.1, 1000.1])
+def test_equal_rewards_have_no_advantage_however_they_are_scaled(value, scaling, baseline):
+    settings = grpo_settings(samples_per_prompt=8, advantage_scaling=scaling, baseline=baseline)
+    scores = torch.tensor([value] * 8 + [0.0] * 7 + [1.0])
+    assert scaled_advantages(scores, settings)[:8].tolist() == [0.0] * 8
+    parts = RewardParts(["a", "b"], torch.tensor([0.7, 0.3]), torch.stack([scores, scores], 1))
+    each = scaled_advantages((parts.values.double() @ parts.weights.double()).float(), settings, parts)
+    assert each[:8].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "dr_grpo", "advantage_scaling": "batch"}, {"loss": "gspo"}])
+def test_an_update_on_equal_rewards_moves_no_weight(changes, tiny_model, tmp_path):
+    """Adam makes a full step of the smallest gradient, such as what rounding left of 100.1 less the mean."""
+    place = update_context(tmp_path)
+    model = place.objects.put_tree(tiny_model)
+    items = [replace(item, score=100.1) for item in trajectories(load_causal_lm(tiny_model))]
+    scores, samples = file_scores(place.objects, items)
+    settings = grpo_settings(optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0), **changes)
+    checkpoint = on_policy_updates.grpo_update(model, None, model, scores, samples, settings, place)
+    before, after = (load_causal_lm(folder).state_dict() for folder in (tiny_model, place.model(checkpoint.model)))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    [row] = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
+    assert (row["frac_reward_zero_std"], row["reward_std"], row["grad_norm"]) == (1.0, 0.0, 0.0)
+
+
+def test_parts_that_abstain_leave_their_weight_to_the_others():
+    """Weights 1 and 0.5: alone the first counts 1.5 times, alone the second 3 times; the third row has no part."""
+    nan = math.nan
+    parts = RewardParts(
+        ["right", "short"], torch.tensor([1.0, 0.5]), torch.tensor([[2.0, nan], [nan, 4.0], [nan, nan], [0.0, 2.0]])
+    )
+    sums = parts.summed(parts.values)
+    assert sums.tolist() == [3.0, 6.0, 0.0, 1.0]
+    settings = grpo_settings(samples_per_prompt=4, reward_normalization="each")
+    counted = torch.tensor([True, True, False, True])
+    found = scaled_advantages(sums, settings, parts, counted)
+    one = 1 / (math.sqrt(2) + 1e-4)  # both parts: two values that are 2 apart
+    assert found.tolist() == pytest.approx([1.5 * one, 3 * 0.5 * one, 0.0, -one - 0.5 * one], abs=1e-5)
+    assert parts.figures()["rewards/right/mean"] == 1.0
 
 
 def test_groups_stay_together_and_share_their_prompt(tiny_model):

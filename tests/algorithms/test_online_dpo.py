@@ -87,6 +87,19 @@ def test_an_update_widens_the_margin_or_without_a_pair_changes_nothing(alike: bo
     assert rows[-1]["rewards/margins"] > 0 and rows[-1]["loss"] < rows[0]["loss"]
 
 
+def test_a_completion_without_a_score_is_in_no_pair(tiny_model: Path):
+    """Of the first group the best abstained, of the second all but one: a pair of one with itself does not count."""
+    model = load_causal_lm(tiny_model)
+    items = scored(trajectories(model), [0.1, 0.5, 0.3, 0.7, 0.2, 0.3])
+    items = [replace(item, score=None) if place in (1, 3, 5) else item for place, item in enumerate(items)]
+    settings = grpo_settings(loss="online_dpo", minibatch_size=2, samples_per_prompt=GROUP)
+    pairs, figures = best_and_worst(Policy(model), build_batch(items), settings, **OPTIONS)
+    assert pairs.scores.tolist() == pytest.approx([0.3, 0.1, 0.2, 0.2])
+    algorithm = OnlineDPO(Policy(model), pairs, settings, **OPTIONS)
+    assert algorithm._counted(pairs).tolist() == [True, False]
+    assert figures["frac_reward_zero_std"] == 0.5 and figures["reward"] == pytest.approx(0.2)
+
+
 def test_keys_of_other_losses_are_refused():
     with pytest.raises(ValidationError, match='"online_dpo" has no use for kl_coef; leave out'):
         grpo_settings(loss="online_dpo", kl_coef=0.1)

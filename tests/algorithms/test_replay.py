@@ -39,6 +39,12 @@ def test_a_groups_priority_is_the_mean_distance_of_its_rewards_from_their_mean()
     assert priorities([1, 3], 1) == pytest.approx([1.0, 1.0], abs=2e-6), "single completions: from all of them"
 
 
+def test_equal_rewards_have_the_least_priority_and_completions_without_a_score_none():
+    """(1, -, 3) is compared by 1 and 3; of (-, -, 5) and (0.1, 0.1, 0.1) nothing differs, whatever rounding says."""
+    assert priorities([1, None, 3, None, None, 5, 0.1, 0.1, 0.1], 3) == [1 + 1e-6, 1e-6, 1e-6]
+    assert priorities([1, None, 3], 1) == pytest.approx([1.0, 0.0, 1.0], abs=2e-6)
+
+
 def test_groups_are_drawn_as_often_as_their_priorities_say_and_weigh_as_much_less():
     """Chances 1/6, 2/6, 3/6; w = (3 P)^-1 is 2, 1 and 2/3."""
     buffer, settings = buffer_of(1, 2, 3), Replay(groups=1, priority_exponent=1, weight_exponent=1)

@@ -588,6 +588,18 @@ def test_a_reward_that_ends_or_hangs_its_process_is_refused(work: Path, callable
     assert message.startswith(f"algorithm.reward: reward {callable_} cannot be loaded: {reason}")
 
 
+def test_the_plan_says_how_a_reward_is_called_and_what_its_columns_lack(work: Path):
+    (work / "mine.py").write_text("def reward(completions, answer, **kwargs): raise AssertionError\n")
+    jsonl(work / "prompts.jsonl", {"prompt": "sort 2 1 =", "answer": "1 2"}, {"prompt": "sort 3 1 ="})
+    reward = {"kind": "function", "callable": "mine.py:reward"}
+    facts = plan("train-ppo", work, algorithm__reward=reward)
+    assert facts["reward mine.py:reward"].startswith("TRL's form: called with lists over all samples of completions, ")
+    (work / "mine.py").write_text("def reward(completions, anwser, **kwargs): raise AssertionError\n")
+    assert refusal("train-ppo", work, algorithm__reward=reward) == (
+        "algorithm.prompts.path: no row has 'anwser', which reward mine.py:reward takes; did you mean 'answer'?"
+    )
+
+
 def test_rows_without_the_answer_are_counted_in_one_line(work: Path):
     jsonl(work / "prompts.jsonl", *[{"prompt": "sort 1 =", "anwser": "1"}] * 3)
     message = refusal("train-ppo", work)

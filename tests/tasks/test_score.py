@@ -10,7 +10,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config.rewards import FunctionReward
+from rollout_core.config.rewards import CompositeReward, FunctionReward, WeightedReward
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
@@ -31,18 +31,18 @@ def objects() -> ObjectStore:
     return ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
 
 
-def completions(text: str) -> Completions:
-    """Two of them, of which no store knows."""
-    ids = [hash_bytes(f"{text} {number}".encode()) for number in range(2)]
+def completions(text: str, count: int = 2) -> Completions:
+    """Some, of which no store knows."""
+    ids = [hash_bytes(f"{text} {number}".encode()) for number in range(count)]
     samples = [Sample(key, "2+2?", [1, 2], 0, f"row-{number}", {}) for number, key in enumerate(ids)]
     made = [Completion(key, [3], [-0.5], text, "stop") for key in ids]
     return Completions(
         completions=objects().put_bytes(b"".join(map(encode_completion, made))),
         samples=objects().put_bytes(encode_samples(samples)),
         model=hash_bytes(b"model"),
-        num_samples=2,
-        num_tokens=2,
-        finish_reasons={"stop": 2},
+        num_samples=count,
+        num_tokens=count,
+        finish_reasons={"stop": count},
     )
 
 
@@ -103,6 +103,51 @@ def test_a_reward_that_ends_its_process_fails_its_stage_and_the_next_goes_on(sco
         scored(given, source_id(SPEC))
     write(3.0)
     assert scored(given, source_id(SPEC)) == [3.0, 3.0]
+
+
+ABSTAINS = """
+def reward(sample):
+    number = int(sample.id.removeprefix("row-"))
+    return [1.0, None, float("nan"), 4.0][number] if number < 4 else 1.0
+"""
+
+
+def test_completions_without_a_score_are_counted_and_in_no_mean(prefect_server):
+    """Of 10 one has None and one NaN: the mean of 4 and seven times 1 is 11 / 8."""
+    from prefect import flow
+
+    from rollout_core.objects.records import Scores, SelectedGroups
+    from tasks.score import close_rewards, score_rewards, select_groups
+
+    Path("mine.py").write_text(ABSTAINS)
+    parts = (WeightedReward(weight=2.0, reward=SPEC), WeightedReward(weight=1.0, reward=SPEC))
+    both = CompositeReward(parts=parts)
+
+    @flow(name="test-score", persist_result=False)
+    def test_score(share: float) -> tuple[Scores, Scores, SelectedGroups]:
+        given, spec = completions("8", 10), SPEC.model_copy(update={"max_failed_share": share})
+        alone = score_rewards(given, spec, source_id(spec))
+        summed = score_rewards(given, both, source_id(both), by_part=True)
+        kept = select_groups((alone,), (given.samples,), group_size=2, wanted=5)
+        return alone, summed, kept
+
+    alone, summed, kept = test_score(0.1)
+    failed = test_score(0.05, return_state=True)
+    close_rewards()
+    assert objects().get_json(alone.scores) == [1.0, None, None, 4.0] + [1.0] * 6
+    assert (alone.num_abstained, alone.num_reward_failed, alone.mean) == (1, 1, 11 / 8)
+    assert objects().get_json(summed.scores) == [3.0, None, None, 12.0] + [3.0] * 6
+    assert objects().get_json(summed.parts)["values"][:3] == [[1.0, 1.0], [None, None], [None, None]]
+    assert (kept.num_groups, kept.num_drawn, kept.mean_drawn) == (0, 5, 11 / 8), "one score makes no difference"
+    assert (kept.as_scores().num_abstained, kept.as_scores().num_reward_failed) == (1, 1)
+    with pytest.raises(Fatal, match=r"reward mine\.py:reward returned nan for sample 2 \(row-2\)"):
+        failed.result()
+
+
+def test_a_reward_that_abstains_from_all_fails_its_stage(scored):
+    Path("mine.py").write_text("def reward(sample): return None\n")
+    with pytest.raises(Fatal, match=r"gave none of 2 completions a score: it abstained on 2; expected a number"):
+        scored(completions("9"), source_id(SPEC))
 
 
 @pytest.mark.parametrize("in_process", [False, True])
