@@ -64,6 +64,8 @@ def import_prompts(config: InferBatchConfig) -> PromptShards:
         if source is not None:
             forget_import(objects, source, config.workers.shard_size)
         raise Recoverable("the input changed while it was read; it is read again")
+    for remark in prompts.remarks():
+        stage_logger().info("prompts of %s: %s", config.input.glob, remark)
     record_shards(objects, record, prompts.source())
     stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
     return record

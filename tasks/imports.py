@@ -84,6 +84,8 @@ def _import(source: DatasetSource, model: type[Row]) -> Dataset:
     rows = read_dataset(source, model, base=base, objects=objects)
     with import_progress(f"Rows of {source.address}"):
         dataset = import_dataset(objects, rows)
+    for remark in rows.remarks():
+        stage_logger().info("rows of %s: %s", source.address, remark)
     if isinstance(source, StoredDataset):
         stored = complete_object_id(objects, source.id)
         if stored != dataset.data:

@@ -15,9 +15,19 @@ from pydantic import ValidationError
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import JsonlDataset
 from rollout_core.data.dataset_sources import read_dataset
-from rollout_core.data.datasets import MAX_VIOLATIONS, PairRow, PromptRow, SftRow, parse_rows, to_jsonl
+from rollout_core.data.datasets import (
+    MAX_VIOLATIONS,
+    PairRow,
+    PromptRow,
+    SftRow,
+    numbered_lines,
+    parse_documents,
+    parse_rows,
+    to_jsonl,
+)
+from rollout_core.data.row_forms import Reading
 from rollout_core.models.messages import ChatMessage
-from tests.rows import iter_prompts, parse_prompts, parse_sft, read_prompts
+from tests.rows import iter_prompts, parse_pairs, parse_prompts, parse_sft, parse_unpaired, read_prompts
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
@@ -39,8 +49,8 @@ def problem(data: bytes, parse=parse_prompts) -> str:
 
 def test_prompt_rows_keep_id_and_other_keys_in_order():
     (row,) = parse_prompts(b'{"zeta": 1, "prompt": "hi", "answer": {"b": 1, "a": null}, "id": "7"}', "x")
-    assert row == PromptRow(prompt="hi", id="7", extras={"zeta": 1, "answer": {"b": 1, "a": None}})
-    assert list(row.extras) == ["zeta", "answer"] and list(row.extras["answer"]) == ["b", "a"]
+    assert row == PromptRow(prompt="hi", id="7", extras={"zeta": 1, "answer": {"b": 1}})
+    assert list(row.extras) == ["zeta", "answer"]
 
 
 def test_prompt_rows_hold_a_text_or_messages():
@@ -52,6 +62,50 @@ def test_prompt_rows_hold_a_text_or_messages():
 def test_null_counts_as_absent():
     (row,) = parse_prompts(lines({"prompt": None, "messages": CHAT[:1], "id": None}), "x")
     assert row.messages is not None and row.id is None and row.extras == {}
+    turn = {"role": "user", "content": "a", "name": None}
+    (row,) = parse_prompts(lines({"messages": [turn], "score": None, "deep": [{"a": None, "b": [None]}]}), "x")
+    assert row == PromptRow(messages=(ChatMessage(role="user", content="a"),), extras={"deep": [{"b": [None]}]})
+    assert parse_prompts(lines({"prompt": "a", "score": None}), "x") == [PromptRow(prompt="a")]
+
+
+def test_an_integer_is_taken_as_the_text_of_an_id():
+    rows = parse_prompts(lines({"prompt": "a", "id": 7}, {"messages": CHAT[:1], "id": 2**70}), "x")
+    assert [row.id for row in rows] == ["7", str(2**70)]
+    assert problem(b'{"prompt": "a", "id": true}') == "1: id: expected a string, got true"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt" : "a", "prompt": "b"}',
+        b'{"prompt"\t:"a","n":1,"prompt":"b"}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "x", "prompt": "y"}',
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_by_its_name(line: bytes):
+    assert problem(line) == "1: key 'prompt' stands twice in one object; remove one"
+
+
+def test_a_key_that_stands_twice_further_down_is_refused_too():
+    assert problem(b'{"prompt": "a", "x": [{"y": 1, "y": 1}]}') == ("1: key 'y' stands twice in one object; remove one")
+    assert parse_prompts(rb'{"prompt": "the \"prompt\": it", "a : b": 1}', "x")[0].extras == {"a : b": 1}
+
+
+def test_a_number_that_json_cannot_hold_leaves_its_row_where_no_own_key_holds_it():
+    reading = Reading()
+    data = [b'{"prompt": "a", "score": 1.5}', b'{"prompt": "b", "score": NaN, "deep": [{"x": -Infinity}], "n": 1}']
+    data += [b'{"prompt": "c", "score": 1e999}']
+    found = list(parse_documents(numbered_lines("in.jsonl", data), PromptRow, reading))
+    assert [row.extras for _, _, row in found] == [{"score": 1.5}, {"n": 1}, {}]
+    assert reading.remarks() == (
+        "key 'score' is left out of 2 rows, where it holds NaN or an infinite number; first at in.jsonl:2",
+        "key 'deep' is left out of 1 rows, where it holds NaN or an infinite number; first at in.jsonl:2",
+    )
+    pair = b'{"chosen": "a", "rejected": "b", "margin": -Infinity}'
+    assert problem(pair, parse_pairs) == (
+        "1: margin: expected a finite number, got -inf; correct it or leave the key out"
+    )
 
 
 def test_blank_lines_are_skipped_but_counted():
@@ -78,13 +132,11 @@ def test_no_bytes_are_no_rows():
         (b'{"prompt": "a"', "1: not valid JSON: Expecting ',' delimiter at column 15"),
         (b'{"prompt": "a"} {}', "1: not valid JSON: Extra data at column 17"),
         (b'{"prompt": "\xff"}', "1: not valid UTF-8 at byte 13"),
-        (b'{"prompt": "a", "score": NaN}', "1: NaN is not JSON; write null or leave the key out"),
-        (b'{"prompt": "a", "score": -Infinity}', "1: -Infinity is not JSON; write null or leave the key out"),
-        (b'{"prompt": "a", "score": 1e999}', "1: the number 1e999 is out of range"),
+        (b'{"prompt": NaN}', "1: prompt: expected a finite number, got nan; correct it or leave the key out"),
         (b'["prompt"]', '1: expected a JSON object, got ["prompt"]'),
         (b"null", "1: expected a JSON object, got null"),
         (b'{"prompt": 5}', "1: prompt: expected a string, got 5"),
-        (b'{"prompt": "a", "id": 7}', "1: id: expected a string, got 7"),
+        (b'{"prompt": "a", "id": 7.5}', "1: id: expected a string, got 7.5"),
         (
             b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}',
             "1: has both prompt and messages; give one of them",
@@ -266,7 +318,7 @@ def test_a_malformed_demonstration_says_what_is_wrong(row: dict[str, Any], expec
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
@@ -379,15 +431,15 @@ def test_rows_of_token_ids_have_a_canonical_form():
 
 # -- forms that people have --------------------------------------------------------------------------------------------
 
-CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": {"a": None, "b": "é"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": {"a": 1, "b": "é"}}}
 TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        {"tool_calls": [{**CALL, "function": {"name": "get", "arguments": '{"b": "\\u00e9", "a": null}'}}]},
-        {"tool_calls": [{"id": "1", "name": "get", "arguments": {"a": None, "b": "é"}, "index": 0}]},
+        {"tool_calls": [{**CALL, "function": {"name": "get", "arguments": '{"b": "\\u00e9", "a": 1}'}}]},
+        {"tool_calls": [{"id": "1", "name": "get", "arguments": {"a": 1, "b": "é"}, "index": 0}]},
         {"content": None, "tool_calls": [CALL], "name": None, "tool_call_id": None, "reasoning_content": ""},
     ],
 )
@@ -451,3 +503,97 @@ def test_a_text_prompt_that_both_conversations_begin_with_is_theirs():
 )
 def test_a_malformed_call_says_what_is_wrong(message: dict[str, Any], expected: str):
     assert expected in problem(lines({"messages": [message]}), parse_sft)
+
+
+# -- rows of others' making --------------------------------------------------------------------------------------------
+
+
+def test_alpacas_input_is_joined_to_its_instruction():
+    rows = [
+        {"instruction": "Add.", "input": "2 2", "output": "4", "id": 1},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+        {"instruction": "Say ho.", "output": "ho"},
+    ]
+    assert parse_sft(lines(*rows), "x") == [
+        SftRow(prompt="Add.\n\n2 2", completion="4", extras={"id": 1}),
+        SftRow(prompt="Say hi.", completion="hi"),
+        SftRow(prompt="Say ho.", completion="ho"),
+    ]
+    assert parse_prompts(lines(rows[0]), "x") == [PromptRow(prompt="Add.\n\n2 2", id="1", extras={"output": "4"})]
+    (pair,) = parse_pairs(lines({"instruction": "a", "input": "b", "chosen": "c", "rejected": "d"}), "x")
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("a\n\nb", "c", "d")
+    (judged,) = parse_unpaired(lines({"instruction": "a", "output": "c", "label": True}), "x")
+    assert (judged.prompt, judged.completion) == ("a", "c")
+
+
+def test_sharegpts_conversations_are_messages():
+    turns = [
+        {"from": "human", "value": "2 + 2?"},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "4", "weight": None},
+    ]
+    (row,) = parse_sft(lines({"id": "1", "system": "Be brief.", "conversations": turns}), "x")
+    assert row.messages is not None and row.extras == {"id": "1"}
+    assert [(message.role, message.content) for message in row.messages] == [
+        ("system", "Be brief."),
+        ("user", "2 + 2?"),
+        ("tool", "4"),
+        ("assistant", "4"),
+    ]
+    (row,) = parse_sft(lines({"conversations": CHAT}), "x")
+    assert row == parse_sft(lines({"messages": CHAT}), "x")[0], "some write role and content there"
+    answers = {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
+    assert parse_pairs(lines({"conversations": turns[:1], **answers}), "x") == parse_pairs(
+        lines(
+            {
+                "prompt": CHAT[:1],
+                "chosen": [{"role": "assistant", "content": "4"}],
+                "rejected": [{"role": "assistant", "content": "5"}],
+            }
+        ),
+        "x",
+    )
+
+
+def test_a_call_in_sharegpts_form_is_a_tool_call_of_the_assistant():
+    calls = [{"name": "add", "arguments": {"a": 2, "b": 2}}, {"name": "stop", "arguments": "{}"}]
+    for value in (json.dumps(calls), calls):
+        (row,) = parse_sft(lines({"conversations": [{"from": "function_call", "value": value}]}), "x")
+        assert row.messages is not None
+        assert row.messages[0].document() == {
+            "role": "assistant",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}},
+                {"type": "function", "function": {"name": "stop", "arguments": {}}},
+            ],
+        }
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"instruction": 1, "output": "a"}, "instruction: expected a string, as in Alpaca's rows, got 1"),
+        (
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+            "history: no part of a prompt and its completion; give such rows as messages",
+        ),
+        (
+            {"conversations": [{"from": "me", "value": "a"}]},
+            "conversations.0.from: expected one of human, user, gpt, assistant, chatgpt, bard, bing, model, system, "
+            'tool, observation, function_response, function_call, got "me"',
+        ),
+        ({"conversations": ["a"]}, 'conversations.0: expected an object with from and value, got "a"'),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(2)"}]},
+            'conversations.0.value: expected a call as JSON, with name and arguments, got "add(2)"',
+        ),
+        ({"conversations": "a"}, 'conversations: expected a list of objects with from and value, got "a"'),
+    ],
+)
+def test_a_row_that_is_nearly_of_anothers_form_says_what_is_wrong(row: dict[str, Any], expected: str):
+    assert problem(lines(row), parse_sft) == f"1: {expected}"
+
+
+def test_a_row_of_ours_stays_as_it_is():
+    row = {"prompt": "a", "completion": "b", "instruction": "c", "output": "d", "conversations": []}
+    assert parse_sft(lines(row), "x")[0].extras == {"instruction": "c", "output": "d", "conversations": []}

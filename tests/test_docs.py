@@ -159,7 +159,7 @@ def unknown_keys(document: Any, models: set[type[BaseModel]], path: str = "") ->
             wrong.append(f"{path}{key}")
             continue
         inner = {model for annotation in annotations for model in models_in(annotation)}
-        free = any("dict[" in str(annotation) for annotation in annotations)
+        free = any(keyed in str(annotation) for annotation in annotations for keyed in ("dict[", "Mapping["))
         if inner and not free:
             wrong += unknown_keys(value, inner, f"{path}{key}.")
     return wrong

@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from rollout_core.config import CONFIG_KINDS, BudgetConfig, load_config, parse_config
+from rollout_core.config import CONFIG_KINDS, BudgetConfig, FilesDataset, load_config, parse_config
+from rollout_core.data.dataset_sources import read_dataset
+from rollout_core.data.datasets import SftRow
 from rollout_core.plans.first_config import KINDS, choose, config_text
 from rollout_core.plans.surroundings import Surroundings, look_around
 
@@ -77,6 +79,39 @@ def test_rows_under_other_names_come_with_the_command_that_makes_them_rows(tmp_p
     row = {"prompt": "What is 1+1?", "completion": "2", "source": "a book"}
     assert json.loads(Path("qa-rows.jsonl").read_text()) == row
     assert "rows qa-rows.jsonl" in rollout("init", "sft", "--force")
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"instruction": "Add.", "input": "2 2", "output": "4"}, "alpaca"),
+        ({"conversations": [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]}, "sharegpt"),
+    ],
+)
+def test_rows_of_others_making_are_taken_as_they_are(project: Path, row: dict[str, object], form: str):
+    for name in ROWS:
+        Path(name).unlink()
+    Path("theirs.jsonl").write_text(json.dumps(row) + "\n")
+    assert "rows theirs.jsonl" in rollout("init", "sft")
+    config = parse_config(tomllib.loads(Path("sft.toml").read_text()), CONFIG_KINDS["train-sft"])
+    dataset = config.model_dump()["algorithm"]["dataset"]
+    assert dataset["format"] == form and dataset["path"] == "theirs.jsonl"
+    (read,) = read_dataset(config.algorithm.dataset, SftRow, base=project)  # pyright: ignore[reportAttributeAccessIssue]
+    assert read.prompt == "Add.\n\n2 2" if form == "alpaca" else read.messages is not None
+
+
+def test_an_input_beside_an_instruction_is_never_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"instruction": "Add.", "input": "2 2", "response": "4"}
+    Path("theirs.jsonl").write_text(json.dumps(row) + "\n")
+    (hint,) = (line for line in rollout("init", "sft").splitlines() if line.startswith("note: theirs.jsonl"))
+    assert hint.endswith(
+        'give it as a data set with format = "alpaca" and columns = { output = "response" }, which joins the input to '
+        "the instruction"
+    )
+    told = FilesDataset(path="theirs.jsonl", format="alpaca", columns={"output": "response"})
+    (read,) = read_dataset(told, SftRow, base=tmp_path)
+    assert (read.prompt, read.completion) == ("Add.\n\n2 2", "4")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,9 @@ from .agents import (
 )
 from .base import (
     SCHEMA_VERSION as SCHEMA_VERSION,
+    ColumnSource as ColumnSource,
     DatasetSource as DatasetSource,
+    FilesDataset as FilesDataset,
     HuggingFaceDataset as HuggingFaceDataset,
     JsonlDataset as JsonlDataset,
     ModelSource as ModelSource,

@@ -188,9 +188,29 @@ class ModelSource(Settings):
         return None  # the content id of the model enters instead
 
 
+class ColumnSource(Settings):
+    """Which column of the rows is read as one of ours, and as what."""
+
+    column: str | None = Field(default=None, min_length=1)
+    """The key or column in the rows; default: the same name."""
+    type: Literal["text", "int", "float", "bool", "json"] | None = None
+    """What its values are read as, which in CSV are all text; ``json``: text that holds JSON, such as a list of
+    messages. Default: as they are."""
+
+
+Columns = Mapping[str, str | ColumnSource]
+
+
 class _Dataset(Settings):
     address_key: ClassVar[str] = "path"
     """The key that says where the rows are."""
+
+    columns: Columns = Field(default_factory=dict)
+    """Keys of the rows under other names, ours = theirs: ``{prompt = "question"}``. A table declares a type, too:
+    ``{answer = {column = "solution", type = "int"}}``."""
+    format: Literal["alpaca", "sharegpt"] | None = None
+    """What rows are that others made: ``alpaca``: ``instruction``, ``input``, ``output``; ``sharegpt``:
+    ``conversations`` of ``from`` and ``value``. Default: found by the keys of rows that have none of ours."""
 
     def cache_identity(self) -> Any:
         return None  # the content id of the rows enters instead
@@ -201,20 +221,29 @@ class _Dataset(Settings):
         return getattr(self, self.address_key)
 
 
-class JsonlDataset(_Dataset):
-    """JSON lines."""
+class _FileDataset(_Dataset):
+    path: Address = Field(min_length=1)
+    """A file, or a pattern with ``*``, ``?`` or ``**`` whose files are taken in order of their paths. What each of them
+    is, first bytes and name say: JSON lines, a JSON array, CSV or TSV, all of them also compressed by gzip, zstd, bzip2
+    or xz; Parquet or Arrow."""
+
+
+class FilesDataset(_FileDataset):
+    """Files of rows."""
+
+    kind: Literal["files"] = "files"
+
+
+class JsonlDataset(_FileDataset):
+    """The same as ``files``, by the name of JSON lines."""
 
     kind: Literal["jsonl_path"] = "jsonl_path"
-    path: Address = Field(min_length=1)
-    """A file, or a pattern with ``*``, ``?`` or ``**`` whose files are taken in order of their paths."""
 
 
-class ParquetDataset(_Dataset):
-    """Parquet files, a row a row; a null is an absent key."""
+class ParquetDataset(_FileDataset):
+    """The same as ``files``, by the name of Parquet."""
 
     kind: Literal["parquet_path"]
-    path: Address = Field(min_length=1)
-    """A file, or a pattern with ``*``, ``?`` or ``**`` whose files are taken in order of their paths."""
 
 
 class HuggingFaceDataset(_Dataset):
@@ -240,10 +269,10 @@ class StoredDataset(_Dataset):
 
     kind: Literal["object"]
     id: str = Field(pattern="^[0-9a-f]{8,64}$")
-    """Content id of a JSONL or Parquet file, or of a folder of them, or its first digits, at least 8."""
+    """Content id of a file of rows, or of a folder of them, or its first digits, at least 8."""
 
 
-DatasetSource = JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset
+DatasetSource = FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

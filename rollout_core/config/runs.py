@@ -11,6 +11,7 @@ from rollout_core.base.determinism import Numerics, probe_device
 from rollout_core.config.base import (
     SCHEMA_VERSION,
     Address,
+    Columns,
     DatasetSource,
     ModelSource,
     RunCost,
@@ -258,7 +259,9 @@ class InputGlob(Settings):
     """A file, or a pattern with ``*`` or ``?``, of rows that hold ``prompt`` or ``messages``, optional ``id``, more: a
     path, a URL such as ``s3://bucket/prompts/*.jsonl``, or the content id of a file or folder in the object store."""
     format: Literal["jsonl", "parquet"] | None = None
-    """Default: as each file's name ends, Parquet for ``.parquet`` and ``.pq``, else JSON lines."""
+    """Default: what each file's first bytes and name say, as for the ``files`` of a data set."""
+    columns: Columns = Field(default_factory=dict)
+    """Keys of the rows under other names, as in a data set: ``{prompt = "question"}``."""
 
 
 class OutputDir(Settings):

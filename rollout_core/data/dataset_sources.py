@@ -1,8 +1,8 @@
-"""Data sets of every kind as streams of checked rows: JSONL, Parquet, Hugging Face data sets, object-store ids.
+"""Data sets of every kind as streams of checked rows: files, Hugging Face data sets, object-store ids.
 
 Rows are read one at a time, or a small batch of a table, so that a data set may be larger than memory. Equal rows give
-equal canonical JSONL, whatever they were read from. In tables a null stands for an absent key, as every column is there
-in every row. The input of batch inference is read here too, with an identity that takes no parsing.
+equal canonical JSONL, whatever they were read from. The input of batch inference is read here too, with an identity
+that takes no parsing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,25 +27,36 @@ from rollout_core.base.settings import without_password
 from rollout_core.base.watching import current_amount
 from rollout_core.config import (
     DatasetSource,
+    FilesDataset,
     HuggingFaceDataset,
     InputGlob,
     JsonlDataset,
     ParquetDataset,
     StoredDataset,
+    identity,
 )
 from rollout_core.data.datasets import (
     PlacedDocument,
     PromptRow,
     Row,
     RowT,
-    counted,
-    jsonl_documents,
     matching_files,
-    numbered_lines,
     parse_documents,
     split_lines,
     to_line,
 )
+from rollout_core.data.files import (
+    COMPRESSED_SUFFIXES,
+    DataFile,
+    dataset_table,
+    ending,
+    file_documents,
+    local_file,
+    one_line,
+    table_documents,
+    whole_columns,
+)
+from rollout_core.data.row_forms import Reading
 from rollout_core.models.locating import HubOutOfReach, Unchecked, looks_like_hub_id, without_token
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import (
@@ -62,11 +74,8 @@ from rollout_core.objects.imports import SHOWN_FILES, Source, source_of_files
 from rollout_core.objects.records import Dataset
 from rollout_core.objects.trees import expected, hash_file
 
-TABLE_BATCH_ROWS = 500
-"""Rows of a table that are in memory together."""
-_PARQUET_MAGIC = b"PAR1"
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
-PARQUET_SUFFIXES = (".parquet", ".pq")
+_FILES_OF_ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
 _STORED = re.compile("[0-9a-f]{8,64}")
 
 
@@ -77,9 +86,16 @@ class RowStream(Generic[RowT]):
     where rows are malformed.
     """
 
-    def __init__(self, documents: Callable[[], Iterable[PlacedDocument]], model: type[RowT], address: str) -> None:
+    def __init__(
+        self,
+        documents: Callable[[], Iterable[PlacedDocument]],
+        model: type[RowT],
+        address: str,
+        reading: Reading | None = None,
+    ) -> None:
         self._documents = documents
         self._model = model
+        self._reading = reading or Reading()
         self.address = address
         self._names: list[str] = []
         self._first_rows: list[int] = []
@@ -89,7 +105,8 @@ class RowStream(Generic[RowT]):
 
     def __iter__(self) -> Iterator[RowT]:
         self._names, self._first_rows, self._numbers = [], [], array("q")
-        for name, number, row in parse_documents(self._documents(), self._model):
+        self._reading.begin()
+        for name, number, row in parse_documents(self._documents(), self._model, self._reading):
             if not self._names or self._names[-1] != name:
                 self._names.append(name)
                 self._first_rows.append(len(self._numbers))
@@ -102,6 +119,10 @@ class RowStream(Generic[RowT]):
         """Where the row at position ``row`` (from 0) of the last iteration stands, such as ``sft.jsonl:7``."""
         name = self._names[bisect_right(self._first_rows, row) - 1]
         return f"{name}{self._numbers[row]}"
+
+    def remarks(self) -> tuple[str, ...]:
+        """What the last iteration changed, or found out, to make rows of what the files hold."""
+        return self._reading.remarks()
 
     def check(self) -> int:
         """Read all rows and return their number."""
@@ -122,18 +143,20 @@ def read_dataset(
     ``download``, on the hub.
     """
 
+    reading = Reading(source.columns, source.format)
+
     def documents() -> Iterable[PlacedDocument]:
-        if isinstance(source, JsonlDataset | ParquetDataset):
-            files = _files(source.path, base)
-            expected(path for _, path in files)
-            return jsonl_documents(files) if isinstance(source, JsonlDataset) else parquet_documents(files)
+        if isinstance(source, StoredDataset):
+            return stored_documents(source, objects, reading)
         if isinstance(source, HuggingFaceDataset):
             table = _load_hugging_face(source, base / source.uri, download)
             found.commit = _commit_of(table)
-            return _arrow_documents(source.uri, table)
-        return stored_documents(source, objects)
+            return _arrow_documents(source.uri, table, reading)
+        files = _files(source.path, base)
+        expected(path for _, path in files)
+        return file_documents([local_file(name, path) for name, path in files], reading)
 
-    found = RowStream(documents, model, source.address)
+    found = RowStream(documents, model, source.address, reading)
     return found
 
 
@@ -162,7 +185,10 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
 
 def source_of_rows(
-    source: JsonlDataset | ParquetDataset | HuggingFaceDataset, base: Path, commit: str | None, filed_bytes: int
+    source: FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset,
+    base: Path,
+    commit: str | None,
+    filed_bytes: int,
 ) -> Source:
     """Where a data set was read from. One of the hub counts as large as it is as it was filed."""
     if not isinstance(source, HuggingFaceDataset):
@@ -219,50 +245,13 @@ def _files(path: str, base: Path) -> list[tuple[str, Path]]:
     return [(str(file if Path(path).is_absolute() else file.relative_to(base)), file) for file in found]
 
 
-def parquet_documents(files: Iterable[tuple[str, Any]]) -> Iterator[PlacedDocument]:
-    """Rows of Parquet files, each given as name and path, or as name and open file. Raises ConfigError for a file that
-    cannot be read."""
-    import pyarrow
-    import pyarrow.parquet
-
-    for name, path in files:
-        try:
-            with pyarrow.parquet.ParquetFile(path, memory_map=isinstance(path, Path), pre_buffer=False) as file:
-                share = _size_of(path) / max(1, file.metadata.num_rows)
-                yield from _table_documents(name, file.iter_batches(batch_size=TABLE_BATCH_ROWS), row_bytes=share)
-        # Times of other millennia are out of range, or overflow.
-        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
-            raise ConfigError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
-
-
-def _size_of(file: Any) -> int:
-    """Bytes of a path or an open file of a bucket."""
-    return file.stat().st_size if isinstance(file, Path) else int(file.size)
-
-
-def _arrow_documents(name: str, table: Any) -> Iterator[PlacedDocument]:
+def _arrow_documents(name: str, found: Any, reading: Reading) -> Iterator[PlacedDocument]:
     """Rows of a ``datasets.Dataset``."""
-    size = int(table.data.nbytes)
-    current_amount().expect(size)
-    batches = table.with_format("arrow").iter(TABLE_BATCH_ROWS)
-    return _table_documents(name, batches, row_bytes=size / max(1, len(table)))
-
-
-def _table_documents(name: str, batches: Iterable[Any], *, row_bytes: float) -> Iterator[PlacedDocument]:
-    """Rows of Arrow tables or record batches; for each of them whoever watches is told ``row_bytes``."""
-    number, amount, done = 0, current_amount(), 0
-    for batch in batches:
-        amount.add(round(row_bytes * (number + batch.num_rows)) - done)
-        done = round(row_bytes * (number + batch.num_rows))
-        for document in batch.to_pylist():
-            number += 1
-            yield f"{name}:row ", number, _without_nulls(document)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    table = dataset_table(name, found)
+    current_amount().expect(table.num_bytes)
+    whole = whole_columns([nullcontext(table)])
+    reading.see_whole(whole)
+    yield from table_documents(table, whole, reading)
 
 
 def _commit_of(table: Any) -> str | None:
@@ -302,10 +291,10 @@ def _load_hugging_face(source: HuggingFaceDataset, folder: Path, download: bool)
     except ConfigError:
         raise
     except Exception as error:  # what datasets raises of its builders has no common base
-        raise ConfigError(f"dataset {source.uri!r} cannot be read: {_one_line(error)}") from error
+        raise ConfigError(f"dataset {source.uri!r} cannot be read: {one_line(error)}") from error
 
 
-def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iterator[PlacedDocument]:
+def stored_documents(source: StoredDataset, objects: ObjectStore | None, reading: Reading) -> Iterator[PlacedDocument]:
     """Rows of a file or folder in the object store. Raises ConfigError where it is not there."""
     if objects is None:
         raise Unchecked(f"dataset {source.id}, as the object store cannot be reached")
@@ -315,43 +304,39 @@ def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iter
     except NotFound as error:
         raise ConfigError(f"dataset {source.id} is not in the object store {objects.url}") from error
     name = content_id.short
-    head = next(iter(objects.stream(content_id)), b"")
+    if is_folder(objects, content_id):
+        with scratch_folder("dataset") as scratch:
+            objects.get_tree(content_id, scratch / "rows")
+            yield from _folder_documents(name, scratch / "rows", reading)
+        return
+    current_amount().expect(objects.size(content_id))
     with scratch_folder("dataset") as scratch:
-        copy = scratch / "rows"
-        if head.startswith(_PARQUET_MAGIC):
+        copy, stream = scratch / "rows", partial(objects.stream, content_id)
+        file = DataFile(name, lambda: next(stream(), b""), stream, lambda: nullcontext(copy))
+        if file.table() is not None:
             objects.get_file(content_id, copy)
-            yield from parquet_documents([(name, expected([copy])[0])])
-        elif is_folder(objects, content_id):
-            objects.get_tree(content_id, copy)
-            yield from _folder_documents(name, copy)
-        else:
-            current_amount().expect(objects.size(content_id))
-            yield from numbered_lines(name, split_lines(counted(objects.stream(content_id))))
+        yield from file_documents([file], reading)
 
 
-def _folder_documents(name: str, folder: Path) -> Iterator[PlacedDocument]:
-    """Rows of a folder that ``datasets`` saved, or of its JSONL and Parquet files in order of their paths."""
+def _folder_documents(name: str, folder: Path, reading: Reading) -> Iterator[PlacedDocument]:
+    """Rows of a folder that ``datasets`` saved, or of its files of rows in order of their paths."""
     if any((folder / saved).is_file() for saved in _SAVED_BY_DATASETS):
         table = _load_hugging_face(HuggingFaceDataset(kind="hugging_face", uri=name), folder, download=False)
-        yield from _arrow_documents(name, table)
+        yield from _arrow_documents(name, table, reading)
         return
-    files = sorted(file for file in folder.rglob("*") if file.suffix in (".jsonl", ".parquet"))
+    endings = tuple(form + packed for form in _FILES_OF_ROWS for packed in ("", *COMPRESSED_SUFFIXES))
+    files = sorted(file for file in folder.rglob("*") if file.name.endswith(endings))
     if not files:
-        raise ConfigError(f"object {name} is a folder without a .jsonl or .parquet file")
-    for file in expected(files):
-        read = jsonl_documents if file.suffix == ".jsonl" else parquet_documents
-        yield from read([(f"{name}/{file.relative_to(folder).as_posix()}", file)])
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"object {name} is a folder without a file of rows; expected {', '.join(_FILES_OF_ROWS)}")
+    named = [(f"{name}/{file.relative_to(folder).as_posix()}", file) for file in expected(files)]
+    yield from file_documents([local_file(name, path) for name, path in named], reading)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A file of the input."""
+    """A file of the input, or what is stored under an id."""
 
-    documents: Callable[[], Iterator[PlacedDocument]]
+    file: DataFile | StoredDataset
     identity: Callable[[], Any]
     """JSON that differs where the content does; None where that is unknown."""
     num_bytes: int = 0
@@ -365,6 +350,11 @@ class PromptFiles:
         self._source = source
         self._base = base
         self._objects = objects
+        self._reading = Reading(source.columns)
+
+    def remarks(self) -> tuple[str, ...]:
+        """What `rows` changed, or found out, the last time that all were read."""
+        return self._reading.remarks()
 
     def rows(self) -> Iterator[PromptRow]:
         """All rows, one at a time.
@@ -373,13 +363,19 @@ class PromptFiles:
         store that is not given.
         """
         row = None
+        self._reading.begin()
         current_amount().expect(sum(part.num_bytes for part in self._parts))
-        documents = (document for part in self._parts for document in part.documents())
-        for _, _, row in parse_documents(documents, PromptRow):
+        for _, _, row in parse_documents(self._documents(), PromptRow, self._reading):
             yield row
         if row is None:
             reason = f"{len(self._parts)} files without a row" if self._parts else "no such file"
             raise ConfigError(f"no input rows matched {self._source.glob!r}: {reason}")
+
+    def _documents(self) -> Iterable[PlacedDocument]:
+        stored = next((part.file for part in self._parts if isinstance(part.file, StoredDataset)), None)
+        if stored is not None:
+            return stored_documents(stored, self._objects, self._reading)
+        return file_documents([part.file for part in self._parts if isinstance(part.file, DataFile)], self._reading)
 
     def covers(self, address: str) -> bool:
         """Whether a file at this local path or URL would be among them."""
@@ -401,7 +397,9 @@ class PromptFiles:
         entity tag and size are taken.
         """
         identities = [part.identity() for part in self._parts]
-        return None if None in identities else content_id("prompt-files/2", [self._source.format, identities])
+        if None in identities:
+            return None
+        return content_id("prompt-files/3", [self._source.format, identity(self._source.columns), identities])
 
     def source(self) -> Source | None:
         """Where the files are, with their sizes; None where they are in the object store."""
@@ -434,38 +432,31 @@ class PromptFiles:
             return [self._stored(pattern)]
         return [self._local(path) for path in paths]
 
-    def _is_parquet(self, name: str) -> bool:
-        if self._source.format is not None:
-            return self._source.format == "parquet"
-        return name.endswith(PARQUET_SUFFIXES)
-
     def _local(self, path: Path) -> _Part:
-        parquet = self._is_parquet(path.name)
         return _Part(
-            partial(parquet_documents if parquet else jsonl_documents, [(str(path), path)]),
-            lambda: [parquet, hash_file(*expected([path]))[1]],
+            local_file(str(path), path, self._source.format),
+            lambda: [ending(path.name), hash_file(*expected([path]))[1]],
             path.stat().st_size if path.is_file() else 0,  # reading it says what is wrong
         )
 
     def _at_url(self, files: RemoteFiles, file: UrlFile) -> _Part:
-        parquet = self._is_parquet(file.key)
         return _Part(
-            partial(_parquet_at_url if parquet else _jsonl_at_url, files, file),
+            _file_at_url(files, file, self._source.format),
             # An entity tag tells versions of one object apart, not objects.
-            lambda: None if file.mark is None else [parquet, file.url, file.mark],
+            lambda: None if file.mark is None else [file.url, file.mark],
             file.size,
         )
 
     def _stored(self, digits: str) -> _Part:
         objects = self._objects
 
-        def identity() -> Any:
+        def identity_of() -> Any:
             try:
                 return None if objects is None else ["object", complete_object_id(objects, digits)]
             except NotFound:
                 return None  # reading it says so
 
-        return _Part(partial(stored_documents, StoredDataset(kind="object", id=digits), objects), identity)
+        return _Part(StoredDataset(kind="object", id=digits), identity_of)
 
 
 def _pattern_regex(pattern: str) -> str:
@@ -481,18 +472,30 @@ def _part_regex(part: str) -> str:
     return rf"(?!\.){regex}" if part[:1] in ("*", "?") else regex
 
 
-def _jsonl_at_url(files: RemoteFiles, file: UrlFile) -> Iterator[PlacedDocument]:
-    try:
-        yield from numbered_lines(file.url, split_lines(counted(files.read_chunks(file.key))))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file.url} is gone since the files were listed; run again") from error
+def _file_at_url(files: RemoteFiles, file: UrlFile, form: str | None) -> DataFile:
+    @contextmanager
+    def still_there() -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ConfigError(f"{file.url} is gone since the files were listed; run again") from error
 
+    def head() -> bytes:
+        with still_there():
+            return files.read_part(file.key, 0, min(8, file.size)) if file.size else b""
 
-def _parquet_at_url(files: RemoteFiles, file: UrlFile) -> Iterator[PlacedDocument]:
-    with storage_faults("read", file.url):
-        opened = files.fs.open(files.path(file.key), "rb", block_size=READ_BYTES)
-    with opened:
-        yield from parquet_documents([(file.url, opened)])
+    def chunks() -> Iterator[bytes]:
+        with still_there():
+            yield from files.read_chunks(file.key)
+
+    @contextmanager
+    def opened() -> Iterator[Any]:
+        with storage_faults("read", file.url):
+            found = files.fs.open(files.path(file.key), "rb", block_size=READ_BYTES)
+        with found:
+            yield found
+
+    return DataFile(file.url, head, chunks, opened, form)
 
 
 def open_prompts(source: InputGlob, base: Path, objects: ObjectStore | None = None) -> PromptFiles:

@@ -1,8 +1,8 @@
 """Rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
 
-A JSONL file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one
-canonical form of rows, so that a data set has a content id that ignores key order, spacing and how its files were
-split. Other kinds of data sets are read by `dataset_sources`.
+A JSONL file is UTF-8 with one JSON object a line; blank lines are skipped but counted. A null is an absent key.
+`to_jsonl` writes the one canonical form of rows, so that a data set has a content id that ignores key order, spacing
+and how its files were split. Other forms of files are read by `files`, other kinds of data sets by `dataset_sources`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from types import NoneType
 from typing import Annotated, Any, ClassVar, Self, TypeVar
+from uuid import UUID
 
 import orjson
 from pydantic import (
@@ -38,11 +38,13 @@ from pydantic_core import to_jsonable_python
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
-from rollout_core.base.watching import current_amount
+from rollout_core.data.row_forms import Reading, shown
 from rollout_core.models.messages import NOT_GIVEN, ChatMessage
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""
+MAX_LINE_BYTES = 1 << 28
+"""A longer line is refused, as a small compressed file may hold one that no memory does."""
 
 
 def _at_least_one(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
@@ -130,12 +132,16 @@ class PromptRow(Row):
             return None
         if "messages" in document or "tools" in document:
             return None
-        if type(document.get("id", "")) is not str:
+        # This parser takes the last of two equal keys. Without a space before a colon, each key has one `":`.
+        if line.count(b'":') != len(document) or any(spaced in line for spaced in (b" :", b"\t:", b"\r:")):
+            return None
+        if type(document.get("id", "")) not in (str, int):
             return None
         prompt, row_id = document.pop("prompt"), document.pop("id", None)
-        # A float may have been an integer too large for this parser; what is nested may hold one.
-        if not all(type(value) in (str, int, bool, NoneType) for value in document.values()):
+        # A float may have been an integer too large for this parser; what is nested may hold one, or a null.
+        if not all(type(value) in (str, int, bool) for value in document.values()):
             return None
+        row_id = str(row_id) if type(row_id) is int else row_id
         return trusted(cls, {"extras": document, "prompt": prompt, "messages": None, "tools": None, "id": row_id})
 
     @model_validator(mode="after")
@@ -298,34 +304,25 @@ def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]
     return [path] if path.exists() else []
 
 
-def jsonl_documents(files: Iterable[tuple[str, Path]]) -> Iterator[PlacedDocument]:
-    """Lines of JSONL files, each given as name and path. Raises ConfigError for a file that cannot be read."""
-    for name, path in files:
-        try:
-            with path.open("rb") as file:
-                yield from numbered_lines(name, counted(file))
-        except OSError as error:
-            raise ConfigError(f"{name}: not readable: {error.strerror or error}") from error
+class LineTooLong(ConfigError):
+    """A line of a file has more bytes than a row may have."""
 
 
-def counted(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same, told to whoever watches."""
-    amount = current_amount()
-    for chunk in chunks:
-        amount.add(len(chunk))
-        yield chunk
-
-
-def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file that comes in chunks, without their ends; the last one is what follows the last end."""
+def split_lines(chunks: Iterable[bytes], end: bytes = b"\n") -> Iterator[bytes]:
+    """Lines of a file that comes in chunks, without their ends; the last one is what follows the last end. Raises
+    LineTooLong."""
     begun: list[bytes] = []
+    size = 0
     for chunk in chunks:
-        first, *others = chunk.split(b"\n")
+        first, *others = chunk.split(end)
         begun.append(first)
+        size += len(first)
         if others:
             yield b"".join(begun)
             yield from others[:-1]
-            begun = [others[-1]]
+            begun, size = [others[-1]], len(others[-1])
+        if size > MAX_LINE_BYTES:
+            raise LineTooLong(f"a line of more than {MAX_LINE_BYTES} bytes; expected one row a line")
     yield b"".join(begun)
 
 
@@ -335,63 +332,104 @@ def numbered_lines(name: str, lines: Iterable[bytes]) -> Iterator[PlacedDocument
         yield f"{name}:", number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
-def parse_documents(documents: Iterable[PlacedDocument], model: type[RowT]) -> Iterator[PlacedRow[RowT]]:
-    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises DataError."""
+def parse_documents(
+    documents: Iterable[PlacedDocument], model: type[RowT], reading: Reading | None = None
+) -> Iterator[PlacedRow[RowT]]:
+    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises DataError.
+
+    ``reading`` takes rows to our names first, and raises ConfigError where the rows have none of a column it names.
+    """
+    reading = reading or Reading()
     violations: list[str] = []
     for name, number, document in documents:
         try:
-            row = _parse(document, model)
+            row = _parse(document, model, reading, f"{name}{number}")
             if row is not None and not violations:
                 yield name, number, row
         except (ValueError, RecursionError) as error:
             violations += [f"{name}{number}: {reason}" for reason in _reasons(error)]
         if len(violations) >= MAX_VIOLATIONS:
             break
+    reading.check_columns()
     if violations:
-        shown = violations[:MAX_VIOLATIONS]
+        first = violations[:MAX_VIOLATIONS]
         more = [f"stopped at {MAX_VIOLATIONS} problems; there may be more"] if len(violations) >= MAX_VIOLATIONS else []
-        raise DataError("\n".join([*shown, *more]), shown)
+        raise DataError("\n".join([*first, *more]), first)
 
 
-def _parse(document: bytes | dict[str, Any], model: type[RowT]) -> RowT | None:
+def _parse(document: bytes | dict[str, Any], model: type[RowT], reading: Reading, place: str) -> RowT | None:
     if isinstance(document, dict):
-        return _row(_as_json(document, model), model)
-    if (quick := model.quick(document)) is not None:
+        return _row(_as_json(reading.shaped(document, model.own_keys), model, reading, place), model)
+    if reading.takes_rows_as_they_are and (quick := model.quick(document)) is not None:
         return quick
     text = document.decode("utf-8").strip(" \t\r\n")
     if not text:
         return None
-    found = _DECODER.decode(text)
+    try:
+        found, is_json = _DECODER.decode(text), True
+    except _NotFinite:
+        found, is_json = _DECODER_OF_ANY_NUMBER.decode(text), False
     if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object, got {_shown(found)}")
-    if "\\u" in text:
-        canonical_json(found)  # refuses half a surrogate pair, which no UTF-8 file could hold
-    return _row(found, model)
+        raise ValueError(f"expected a JSON object, got {shown(found)}")
+    found = reading.shaped(without_nulls(found) if "null" in text else found, model.own_keys)
+    # An escape may be half a surrogate pair, which no UTF-8 file could hold.
+    return _row(found if is_json and "\\u" not in text else _as_json(found, model, reading, place), model)
 
 
-def _as_json(document: dict[str, Any], model: type[Row]) -> dict[str, Any]:
-    """A row of a table, its extras in JSON's types; the row's own keys have to be of their types as they are."""
+def without_nulls(value: Any) -> Any:
+    """The same without keys that hold null, at any depth. Tables have every column in every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _as_json(document: dict[str, Any], model: type[Row], reading: Reading, place: str) -> dict[str, Any]:
+    """A row in JSON's types. An extra that holds NaN or an infinite number is left out; raises ValueError for such a
+    key of the row's own, and for what has no form in JSON."""
     try:
         canonical_json(document)
         return document
     except ConfigError:
-        own = model.own_keys
-        document = {key: value if key in own else json_value(value) for key, value in document.items()}
-    canonical_json(document)
-    return document
+        pass
+    found = {}
+    for key, given in document.items():
+        is_own = key in model.own_keys
+        value = json_value(given, bytes_as_text=not is_own)
+        number = _not_finite(value)
+        if number is not None and is_own:
+            raise ValueError(f"{key}: expected a finite number, got {number}; correct it or leave the key out")
+        if number is not None:
+            reading.leave_out(key, place)
+            continue
+        try:
+            canonical_json(value)
+        except ConfigError as error:
+            raise ValueError(f"{key}: {error}") from None
+        found[key] = value
+    return found
 
 
-def json_value(value: Any) -> Any:
-    """What stands in JSON for a value of a table: ISO 8601 for times and durations, all digits of a decimal number,
-    base64 for bytes."""
+def _not_finite(value: Any) -> float | None:
+    """The first number in a value that JSON cannot hold."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((found for item in inner if (found := _not_finite(item)) is not None), None)
+    return value if isinstance(value, float) and not math.isfinite(value) else None
+
+
+def json_value(value: Any, *, bytes_as_text: bool = True) -> Any:
+    """What stands in JSON for a value of a table: ISO 8601 for times and durations, all digits of a decimal number, the
+    text of a UUID, base64 for bytes unless they are to stay."""
     if isinstance(value, dict):
-        return {key: json_value(item) for key, item in value.items()}
+        return {key: json_value(item, bytes_as_text=bytes_as_text) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
+        return [json_value(item, bytes_as_text=bytes_as_text) for item in value]
     if isinstance(value, Decimal):
         return format(value, "f")
+    if isinstance(value, UUID):
+        return str(value)
     if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
+        return base64.b64encode(value).decode() if bytes_as_text else value
     if hasattr(value, "isoformat"):  # of pandas too, which counts nanoseconds
         return value.isoformat()
     return to_jsonable_python(value) if isinstance(value, timedelta) else value
@@ -399,21 +437,33 @@ def json_value(value: Any) -> Any:
 
 def _row(document: dict[str, Any], model: type[RowT]) -> RowT:
     fields = {key: document.pop(key) for key in model.own_keys if key in document}
+    if type(fields.get("id")) is int:
+        fields["id"] = str(fields["id"])  # it only comes back in outputs
     return model.model_validate({**fields, "extras": document})
+
+
+class _NotFinite(ValueError):
+    """A number of a line is NaN or infinite."""
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"the number {text} is out of range")
+        raise _NotFinite(text)
     return number
 
 
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON; write null or leave the key out")
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} stands twice in one object; remove one")
+    return found
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_pairs_hook=_no_key_twice)
+_DECODER_OF_ANY_NUMBER = json.JSONDecoder(object_pairs_hook=_no_key_twice)
 
 
 def _reasons(error: ValueError | RecursionError) -> Iterator[str]:
@@ -423,7 +473,8 @@ def _reasons(error: ValueError | RecursionError) -> Iterator[str]:
     elif isinstance(error, UnicodeDecodeError):
         yield f"not valid UTF-8 at byte {error.start + 1}"
     elif isinstance(error, json.JSONDecodeError):
-        yield f"not valid JSON: {error.msg} at column {error.colno}"
+        line = f" of line {error.lineno} of the row" if error.lineno > 1 else ""
+        yield f"not valid JSON: {error.msg} at column {error.colno}{line}"
     elif isinstance(error, RecursionError):
         yield "nested too deeply"
     else:
@@ -452,12 +503,7 @@ def _field_reason(item: Any) -> str:
         reason = f"expected {item['ctx']['expected']}"
     if item["type"] == "tuple_type":
         reason = f"expected a list of {'numbers' if place in ('input_ids', 'labels', 'loss_mask') else 'messages'}"
-    return f"{place}: {_EXPECTED.get(item['type'], reason)}, got {_shown(item['input'])}"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return f"{place}: {_EXPECTED.get(item['type'], reason)}, got {shown(item['input'])}"
 
 
 Text = Annotated[str, Tag("text")]

@@ -64,6 +64,8 @@ class DataReport:
     num_template_problems: int = 0
     template_problems: tuple[str, ...] = ()
     """The first of them: where the chat template or the tokenizer does what was hardly meant."""
+    reading: tuple[str, ...] = ()
+    """What was changed, or found out, to make rows of what the files hold; known before rows are imported."""
 
     @property
     def trained_share(self) -> float:
@@ -73,12 +75,14 @@ class DataReport:
     def figures(self) -> dict[str, Any]:
         """Names and values for people to read."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
-        del plain["longest"], plain["template_problems"]
+        del plain["longest"], plain["template_problems"], plain["reading"]
         named = {_NAMES.get(name, name.removeprefix("num_").replace("_", " ")): value for name, value in plain.items()}
         named["trained share"] = f"{self.trained_share:.1%}"
         named["longest rows"] = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in self.longest)
         if self.template_problems:
             named["first template problems"] = "; ".join(self.template_problems)
+        if self.reading:
+            named["reading"] = "; ".join(self.reading)
         return named
 
     def document(self) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class DataReport:
         known = {item.name: document[item.name] for item in fields(cls) if item.name in document}
         known["longest"] = tuple((place, tokens) for place, tokens in document["longest"])
         known["template_problems"] = tuple(document["template_problems"])
+        known["reading"] = tuple(document.get("reading", ()))
         return cls(**known)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -100,7 +100,8 @@ def look_at_rows(
     """
 
     def tokenize(take: Callable[[Any], None], place: Callable[[int], str]) -> ReportT:
-        return form.tokenize(tokenizer(), rows, take, place=place, **form.options)
+        report = form.tokenize(tokenizer(), rows, take, place=place, **form.options)
+        return replace(report, reading=rows.remarks())
 
     def tokenize_to_keep(take: Callable[[Any], None], dataset: ContentId) -> ReportT:
         hashed = HashedRows(rows)
@@ -120,7 +121,7 @@ def look_at_rows(
             return tokenize(lambda item: None, rows.place)
         if report is None:
             _, report = keep_items(objects, key, form.items, lambda take: tokenize_to_keep(take, dataset))
-        return report.placed(rows.place)
+        return replace(report.placed(rows.place), reading=rows.remarks())
     except DataError:
         raise
     except ConfigError:

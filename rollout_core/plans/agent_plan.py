@@ -83,7 +83,9 @@ class AgentPlan(LearnerPlan):
 
     def tasks(self, what: str, dataset: DatasetSource) -> int:
         """Rows of tasks; their number."""
-        rows = self.check(f"{what}.{dataset.address_key}", lambda: sum(1 for _ in self.stream(dataset, TaskRow)))
+        stream = self.stream(dataset, TaskRow)
+        rows = self.check(f"{what}.{dataset.address_key}", lambda: sum(1 for _ in stream))
+        self.reading(what, stream.remarks())
         if rows == 0:
             self.violations.append(f"{what}.{dataset.address_key}: {dataset.address} has no rows; expected tasks")
         return rows or 0

@@ -57,6 +57,7 @@ def plan_batch(
     plan.sampling("sampling", config.sampling, config.backend)
     rows = plan.check("input.glob", lambda: _read(plan, config))
     plan.facts["inputs"] = rows.count if rows else 0
+    plan.reading("input.glob", rows.remarks if rows else ())
     if config.placement is None:
         plan.facts["workers"] = _workers(plan, config)
     else:
@@ -81,6 +82,8 @@ class _Rows:
         self.count = count
         self.num_chats = num_chats
         self.sampled: list[PromptRow] = []
+        self.remarks: tuple[str, ...] = ()
+        """What was changed to make rows of what the files hold; unknown of an input that was imported before."""
         self._random = random.Random(0)
 
     def see(self, rows: Iterable[PromptRow]) -> None:
@@ -109,6 +112,7 @@ def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
     if rows is None:
         rows = _Rows()
         rows.see(prompts.rows())
+        rows.remarks = prompts.remarks()
         _read_last.clear()
         _read_last.update({} if source is None else {source: rows})
     if rows.num_chats and plan.has_chat_template is False:

@@ -39,7 +39,8 @@ def _are_prompts(keys: frozenset[str]) -> bool:
 
 
 def _are_demonstrations(keys: frozenset[str]) -> bool:
-    return "label" not in keys and ({"prompt", "completion"} <= keys or "messages" in keys)
+    forms = ({"prompt", "completion"}, {"messages"}, {"instruction", "output"}, {"conversations"})
+    return keys.isdisjoint({"label", "chosen"}) and any(form <= keys for form in forms)
 
 
 def _are_pairs(keys: frozenset[str]) -> bool:
@@ -172,6 +173,15 @@ def _near_misses(kind: str, found: Surroundings) -> Iterator[str]:
         columns = f"{file.path} has {', '.join(sorted(file.keys))}"
         if lacking:
             yield f"{columns}; rows need {', '.join(needed)}"
+        elif {"instruction", "input"} <= here.keys():
+            named = {"completion": "output"}
+            renamed = {named.get(key, key): name for key, name in guessed.items() if key != "prompt"}
+            table = ", ".join(f"{key} = {_quoted(name)}" for key, name in renamed.items() if name and key != name)
+            yield (
+                f'{columns}; give it as a data set with format = "alpaca"'
+                + (f" and columns = {{ {table} }}" if table else "")
+                + ", which joins the input to the instruction"
+            )
         else:
             names = {name: key for key, name in guessed.items() if name is not None}
             yield f"{columns}; to make rows of it: {_conversion(file, names)}"
@@ -236,6 +246,8 @@ def _model(table: str, of: Ingredients) -> Iterator[str]:
 
 def _rows(table: str, file: RowFile, what: str) -> Iterator[str]:
     yield from ("", f"[{table}]  # rows {what}", f"kind = {_quoted(file.kind)}", f"path = {_quoted(file.path)}")
+    if file.format is not None:
+        yield f"format = {_quoted(file.format)}  # what its rows are"
 
 
 def _row_tokens(of: Ingredients) -> int:

@@ -284,6 +284,7 @@ class LearnerPlan(Plan):
         report = None if evaluation is None else self.training_rows(what, evaluation.dataset, rows)
         if report is not None:
             self.facts["held-out rows"] = report.num_rows
+            self.reading(what, report.reading)
 
     def on_policy(
         self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig

@@ -220,7 +220,15 @@ class Plan:
 
     def prompt_rows(self, what: str, dataset: DatasetSource) -> Sequence[PromptRow] | None:
         """Rows of a data set of prompts."""
-        return self.check(f"{what}.{dataset.address_key}", lambda: list(self.stream(dataset, PromptRow)))
+        stream = self.stream(dataset, PromptRow)
+        rows = self.check(f"{what}.{dataset.address_key}", lambda: list(stream))
+        self.reading(what, stream.remarks())
+        return rows
+
+    def reading(self, what: str, remarks: Sequence[str]) -> None:
+        """Say what was changed, or found out, to make rows of what files hold."""
+        if remarks:
+            self.facts[f"reading {what}"] = "; ".join(remarks)
 
     def stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
         return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)

@@ -35,6 +35,15 @@ class RowFile:
         return "parquet_path" if self.path.endswith(".parquet") else "jsonl_path"
 
     @property
+    def format(self) -> str | None:
+        """The ``format`` of its table, where its rows are of others' making."""
+        if not self.keys.isdisjoint({"prompt", "messages"}):
+            return None
+        if "conversations" in self.keys:
+            return "sharegpt"
+        return "alpaca" if "instruction" in self.keys and not self.keys.isdisjoint({"output", "chosen"}) else None
+
+    @property
     def is_held_out(self) -> bool:
         """Whether its name says that it is kept from training."""
         return any(part in Path(self.path).stem.lower() for part in _HELD_OUT)

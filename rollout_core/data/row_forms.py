@@ -1,0 +1,243 @@
+"""Rows of others' making: keys under other names, Alpaca and ShareGPT, and what reading them changed.
+
+A `Reading` takes one data set's rows to the names that are used here. It also collects what the data report says of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.config import ColumnSource
+
+SHOWN_KEYS = 50
+"""Keys of a data set that an error lists at most."""
+SHOWN_PLACES_OF = 20
+"""Keys whose numbers are left out, or columns read as integers, that a report names at most."""
+_OURS = frozenset({"prompt", "messages", "input_ids"})
+"""A row with one of these is taken as it is."""
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+"""Of ``from`` in ShareGPT's rows."""
+_INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Reading:
+    """How the rows of one data set are taken from what its files hold, and what was seen since `begin`."""
+
+    def __init__(self, columns: Mapping[str, str | ColumnSource] | None = None, form: str | None = None) -> None:
+        sources = {ours: ColumnSource(column=of) if isinstance(of, str) else of for ours, of in (columns or {}).items()}
+        self._columns = {ours: (of.column or ours, of.type) for ours, of in sources.items()}
+        self._form = form
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was seen."""
+        self._unseen = {theirs for theirs, _ in self._columns.values()}
+        self._keys: dict[str, None] = {}
+        self._detected: dict[str, int] = {}
+        self._left_out: dict[str, tuple[int, str]] = {}
+        self._whole: dict[str, None] = {}
+
+    @property
+    def takes_rows_as_they_are(self) -> bool:
+        """Whether a row that has a prompt needs no change."""
+        return not self._columns and self._form is None
+
+    def see(self, keys: Iterable[str]) -> None:
+        """Keys that there are, of a row or a table."""
+        if self._unseen:
+            keys = list(keys)
+            self._unseen.difference_update(keys)
+            for key in keys[: SHOWN_KEYS - len(self._keys)]:
+                self._keys[key] = None
+
+    def see_whole(self, columns: Iterable[str]) -> None:
+        """Columns of floats that are read as integers."""
+        self._whole |= dict.fromkeys(columns)
+
+    def leave_out(self, key: str, place: str) -> None:
+        """Count a number that JSON cannot hold, in a key that is left out of its row."""
+        count, first = self._left_out.get(key, (0, place))
+        if key in self._left_out or len(self._left_out) < SHOWN_PLACES_OF:
+            self._left_out[key] = (count + 1, first)
+
+    def check_columns(self) -> None:
+        """Raises ConfigError where rows were seen, and a column that the configuration names in none of them."""
+        if self._unseen and self._keys:
+            wanted = ", ".join(map(repr, sorted(self._unseen)))
+            raise ConfigError(f"columns: the rows have no {wanted}; they have {', '.join(map(repr, self._keys))}")
+
+    def shaped(self, document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+        """A row with the names that are used here. Raises ValueError for one that has another form."""
+        if self._columns:
+            self.see(document)
+            document = self._renamed(document)
+        form = self._form or _form_of(document, own_keys)
+        if form is None:
+            return document
+        if self._form is None:
+            self._detected[form] = self._detected.get(form, 0) + 1
+        return _FORMS[form](document, own_keys)
+
+    def _renamed(self, document: dict[str, Any]) -> dict[str, Any]:
+        moved = {theirs for theirs, _ in self._columns.values()}
+        kept = {key: value for key, value in document.items() if key not in moved}
+        found = {}
+        for ours, (theirs, kind) in self._columns.items():
+            if ours in kept:
+                raise ValueError(f"has {ours!r} beside {theirs!r}, which columns calls so; rename or remove one")
+            if theirs in document:
+                found[ours] = document[theirs] if kind is None else _of_type(ours, kind, document[theirs])
+        return {**found, **kept}
+
+    def remarks(self) -> tuple[str, ...]:
+        """What was changed, or found out, as sentences."""
+        return tuple(self._remarks())
+
+    def _remarks(self) -> Iterator[str]:
+        for form, count in self._detected.items():
+            yield f"{count} rows are read as {_NAMES[form]}, by their keys"
+        for column in [*self._whole][:SHOWN_PLACES_OF]:
+            yield f"column {column!r} is read as integers: it holds floats and nulls, and all its numbers are whole"
+        for key, (count, first) in self._left_out.items():
+            yield f"key {key!r} is left out of {count} rows, where it holds NaN or an infinite number; first at {first}"
+
+
+def shown(value: Any) -> str:
+    """A value of a row in an error."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _of_type(ours: str, kind: str, value: Any) -> Any:
+    try:
+        return _TYPES[kind](value)
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
+        raise ValueError(f"{ours}: expected {kind}, as columns says, got {shown(value)}") from None
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str):
+        if not _INTEGER.fullmatch(value.strip()):
+            raise ValueError(value)
+        return int(value.strip().partition(".")[0])
+    if int(value) != value:
+        raise ValueError(value)
+    return int(value)
+
+
+def _as_bool(value: Any) -> bool:
+    return value if isinstance(value, bool) else _TRUTHS[str(value).strip().lower()]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool | int | float | dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+_TYPES: dict[str, Callable[[Any], Any]] = {
+    "text": _as_text,
+    "int": _as_int,
+    "float": float,
+    "bool": _as_bool,
+    "json": lambda value: json.loads(value) if isinstance(value, str) else value,
+}
+
+
+def _form_of(document: dict[str, Any], own_keys: frozenset[str]) -> str | None:
+    """The form that a row's keys tell, where they are not ours and the row is not one of any keys."""
+    if "prompt" not in own_keys or not _OURS.isdisjoint(document):
+        return None
+    if "conversations" in document:
+        return "sharegpt"
+    return "alpaca" if "instruction" in document and not _ANSWERS.isdisjoint(document) else None
+
+
+_ANSWERS = frozenset({"output", "chosen", "rejected"})
+
+
+def _alpaca(document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+    """Instruction and input are the prompt, with a blank line between; the output is the completion."""
+    if "prompt" in document:
+        raise ValueError("has both instruction and prompt; Alpaca's rows have instruction, input and output")
+    for key in ("system", "history"):
+        if document.get(key):
+            raise ValueError(f"{key}: no part of a prompt and its completion; give such rows as messages")
+    texts = [document.pop("instruction", None), document.pop("input", None) or ""]
+    for key, text in zip(("instruction", "input"), texts, strict=True):
+        if not isinstance(text, str):
+            raise ValueError(f"{key}: expected a string, as in Alpaca's rows, got {shown(text)}")
+    if "output" in document and "completion" in own_keys:
+        document["completion"] = document.pop("output")
+    return {"prompt": "\n\n".join(filter(str.strip, texts)), **document}
+
+
+def _sharegpt(document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+    """Conversations are messages, in pairs the prompt; so is what follows them, and a system prompt beside them."""
+    if "conversations" not in document:
+        raise ValueError(f"has no conversations, as ShareGPT's rows have; keys found: {', '.join(document) or 'none'}")
+    target = "messages" if "messages" in own_keys or "prompt" not in own_keys else "prompt"
+    if target in document:
+        raise ValueError(f"has both conversations and {target}; give one of them")
+    messages = _messages("conversations", document.pop("conversations"))
+    if system := document.pop("system", None):
+        messages = [{"role": "system", "content": system}, *messages]
+    for key in ("chosen", "rejected", "completion"):
+        answer = document.get(key)
+        if isinstance(answer, dict | list):
+            document[key] = _messages(key, [answer] if isinstance(answer, dict) else answer)
+    return {target: messages, **document}
+
+
+def _messages(key: str, turns: Any) -> list[Any]:
+    if not isinstance(turns, list):
+        raise ValueError(f"{key}: expected a list of objects with from and value, got {shown(turns)}")
+    return [_message(f"{key}.{number}", turn) for number, turn in enumerate(turns)]
+
+
+def _message(place: str, turn: Any) -> Any:
+    """A message of a turn; one that has ``role`` and ``content`` stays as it is."""
+    if not isinstance(turn, dict):
+        raise ValueError(f"{place}: expected an object with from and value, got {shown(turn)}")
+    if "from" not in turn:
+        return turn
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    speaker, value = turn["from"], turn.get("value")
+    if speaker == "function_call":
+        return {"role": "assistant", "tool_calls": _tool_calls(f"{place}.value", value), **others}
+    if speaker not in _ROLES:
+        known = ", ".join([*_ROLES, "function_call"])
+        raise ValueError(f"{place}.from: expected one of {known}, got {shown(speaker)}")
+    return {"role": _ROLES[speaker], "content": value, **others}
+
+
+def _tool_calls(place: str, value: Any) -> list[dict[str, Any]]:
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in _as_list(calls)]
+    except (TypeError, ValueError, KeyError, RecursionError):
+        raise ValueError(f"{place}: expected a call as JSON, with name and arguments, got {shown(value)}") from None
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+_FORMS: dict[str, Callable[[dict[str, Any], frozenset[str]], dict[str, Any]]] = {
+    "alpaca": _alpaca,
+    "sharegpt": _sharegpt,
+}
+_NAMES = {"alpaca": "Alpaca's (instruction, input, output)", "sharegpt": "ShareGPT's (conversations)"}
