@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -284,14 +285,9 @@ def test_a_row_of_several_sequences_is_one_item_whose_turns_do_not_see_each_othe
     examples: list[Example] = []
     each_example(tokenizer, [chat(*TURNS)], examples.append, loss_on=LossOn(), max_seq_len=512, turns="each")
     plain = load_causal_lm(tiny_model)
-    plain.resize_token_embeddings(len(tokenizer))
-    learner = SFT(
-        Policy(plain),
-        examples,
-        sft_settings(minibatch_size=1, gradient_accumulation=1),
-        seed=0,
-        device=torch.device("cpu"),
-    )
+    plain.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    settings = sft_settings(minibatch_size=1, gradient_accumulation=1)
+    learner = SFT(Policy(copy.deepcopy(plain)), examples, settings, seed=0, device=torch.device("cpu"))
     [batch] = learner.minibatches(0)
     assert learner.num_items == 1 and batch.num_rows == 2
     total, count = 0.0, 0
