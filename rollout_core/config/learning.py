@@ -5,7 +5,7 @@ SFT, reward models, DPO, IPO and KTO.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -337,6 +337,12 @@ class PreferenceSettings(DatasetSettings):
 
     Steps of 8 are TRL's default, too; DPO's paper (arXiv:2305.18290, appendix B) has steps of 64 pairs.
     """
+
+    @model_validator(mode="after")
+    def _turns_are_of_sft(self) -> Self:
+        if self.sequence.turns is not None:
+            raise ValueError("sequence.turns: only SFT trains turns of a conversation one by one; leave it out")
+        return self
 
 
 class RewardModelSettings(PreferenceSettings):

@@ -76,6 +76,9 @@ class DataReport:
         """Names and values for people to read."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         del plain["longest"], plain["template_problems"], plain["reading"]
+        for name in ("num_turn_by_turn", "num_ended"):  # of rows that few data sets have
+            if not plain[name]:
+                del plain[name]
         named = {_NAMES.get(name, name.removeprefix("num_").replace("_", " ")): value for name, value in plain.items()}
         named["trained share"] = f"{self.trained_share:.1%}"
         named["longest rows"] = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in self.longest)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, KTO, unpaired_documents
@@ -278,3 +279,8 @@ def test_what_is_kept_of_a_step_that_is_not_finite_holds_the_answers_that_make_i
     [batch, *_] = algorithm.minibatches(0)
     assert algorithm.sequences(batch) == [*batch.tokens.sequences(), *batch.mismatched.sequences()]
     assert len(algorithm.sequences(batch)) == 2 * len(batch.desirable)
+
+
+def test_turns_one_by_one_are_refused():
+    with pytest.raises(ValidationError, match="only SFT trains turns of a conversation one by one; leave it out"):
+        DPOSettings.model_validate({**COMMON, "sequence": {"turns": "each"}})
