@@ -50,7 +50,7 @@ from rollout_core.config import (
     SFTSettings,
 )
 from rollout_core.data.curriculum import sorted_rows
-from rollout_core.data.examples import Example
+from rollout_core.data.examples import Example, longest_sequence
 from rollout_core.data.packing import Document
 from rollout_core.data.preference_data import Pair, PreferenceReport
 from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
@@ -87,7 +87,7 @@ def sft_update(
     settings = divided(settings)
     loaded = load_to_train(folder, settings.parallel, accelerator.device)
     trained = with_lora(loaded, settings.lora, seed=context.seed).train()
-    longest = max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
+    longest = max(map(longest_sequence, (examples, others or examples)))
     check_sequence_length(trained, longest)
     policy = shard(Policy(trained), settings, accelerator.device)
     options: Any = {"seed": context.seed, "device": accelerator.device}

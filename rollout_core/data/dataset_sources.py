@@ -326,6 +326,8 @@ def _folder_documents(name: str, folder: Path, reading: Reading) -> Iterator[Pla
         return
     endings = tuple(form + packed for form in _FILES_OF_ROWS for packed in ("", *COMPRESSED_SUFFIXES))
     files = sorted(file for file in folder.rglob("*") if file.name.endswith(endings))
+    # Beside files of another form these say something about them.
+    files = [file for file in files if ".json" not in file.suffixes] or files
     if not files:
         raise ConfigError(f"object {name} is a folder without a file of rows; expected {', '.join(_FILES_OF_ROWS)}")
     named = [(f"{name}/{file.relative_to(folder).as_posix()}", file) for file in expected(files)]

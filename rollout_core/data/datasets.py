@@ -13,7 +13,7 @@ import difflib
 import glob
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -39,7 +39,7 @@ from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
 from rollout_core.data.row_forms import Reading, shown
-from rollout_core.models.messages import NOT_GIVEN, ChatMessage
+from rollout_core.models.messages import NOT_GIVEN, ChatMessage, strict_json
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""
@@ -60,8 +60,8 @@ def _tools(given: Any) -> Any:
     """A list of tools, or its JSON text; none of an empty one."""
     if isinstance(given, str):
         try:
-            given = json.loads(given or "[]")
-        except json.JSONDecodeError as error:
+            given = strict_json(given or "[]")
+        except ValueError as error:
             raise ValueError(f"expected a list of tools, or the JSON text of one: {error}") from error
     return given or None
 
@@ -122,6 +122,14 @@ class PromptRow(Row):
     id: str | None = None
     """The caller's own name of the row; it comes back in outputs."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _messages_as_prompt(cls, given: Any) -> Any:
+        """With messages that stand in ``prompt``, as TRL has them, in their own place."""
+        if isinstance(given, dict) and isinstance(given.get("prompt"), list | tuple) and given.get("messages") is None:
+            return {**given, "prompt": None, "messages": given["prompt"]}
+        return given
+
     @classmethod
     def quick(cls, line: bytes) -> Self | None:
         try:
@@ -150,10 +158,6 @@ class PromptRow(Row):
             raise self.missing("needs prompt or messages", "prompt", "messages")
         if self.prompt is not None and self.messages is not None:
             raise ValueError("has both prompt and messages; give one of them")
-        if self.messages is not None and self.messages[-1].role == "assistant":
-            raise ValueError(
-                "the last message is the assistant's: nothing is asked; leave the answer out of the prompt"
-            )
         _refuse_tools_of_texts(self.tools, self.prompt)
         return self
 
@@ -205,6 +209,8 @@ class SftRow(Row):
         """A prompt and completion of messages, as TRL has them: a conversation of which the completion is trained."""
         if not isinstance(given, dict) or not isinstance(given.get("prompt"), list | tuple):
             return given
+        if given.get("messages") is not None:
+            raise ValueError("has both messages and prompt or completion; give one form")
         prompt = [
             {**message, "weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
             for message in given["prompt"]
@@ -371,16 +377,22 @@ def _parse(document: bytes | dict[str, Any], model: type[RowT], reading: Reading
         found, is_json = _DECODER_OF_ANY_NUMBER.decode(text), False
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {shown(found)}")
-    found = reading.shaped(without_nulls(found) if "null" in text else found, model.own_keys)
+    found = reading.shaped(without_nulls(found, _MEANT_NULLS) if "null" in text else found, model.own_keys)
     # An escape may be half a surrogate pair, which no UTF-8 file could hold.
     return _row(found if is_json and "\\u" not in text else _as_json(found, model, reading, place), model)
 
 
-def without_nulls(value: Any) -> Any:
-    """The same without keys that hold null, at any depth. Tables have every column in every row."""
+_MEANT_NULLS = frozenset({"arguments", "tools"})
+"""Keys below which a null of JSON says something: what a tool is called with, and the schema of what it takes."""
+
+
+def without_nulls(value: Any, but: Set[str] = frozenset()) -> Any:
+    """The same without keys that hold null, at any depth ``but`` below these. Tables have every column in every row."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {
+            key: item if key in but else without_nulls(item, but) for key, item in value.items() if item is not None
+        }
+    return [without_nulls(item, but) for item in value] if isinstance(value, list) else value
 
 
 def _as_json(document: dict[str, Any], model: type[Row], reading: Reading, place: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
 from rollout_core.data.text import Ask, Encoding, ended, in_step, token_ids_of
-from rollout_core.data.tokenized import DataReport, ItemForm, Tally
+from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, Tally
 from rollout_core.data.turns import Ends, Turn, common_length, omission, written_after
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
 from rollout_core.models.messages import ChatMessage
@@ -62,6 +62,12 @@ class Example:
 
 
 EXAMPLES = ItemForm(Example, lists={"token_ids": "<i4", "trained": "|b1", "lengths": "<i4"})
+
+
+def longest_sequence(table: ItemTable[Example]) -> int:
+    """Tokens of the longest sequence of all examples."""
+    alone = table.lengths("token_ids")[table.lengths("lengths") == 0]
+    return int(max(alone.max(initial=0), table.values("lengths").max(initial=0)))
 
 
 def row_number(row: int) -> str:
@@ -209,7 +215,7 @@ class _Conversation:
         answers = iter(rendered)
         edges = [self._edges(turn, [next(answers) for _ in part]) for turn, part in zip(numbers, parts, strict=True)]
         is_within = self._is_within(whole, numbers, edges)
-        if self.turns in (None, "all") and is_within:
+        if is_within and (self.turns in (None, "all") or not numbers):
             self._report(whole, numbers, [Turn(before, after[len(before) :]).text for before, after in edges])
             return (yield from self._as_one(whole, [text for edge in edges for text in edge]))
         if self.turns in (None, "all") and self._has_marks():

@@ -163,7 +163,10 @@ def identify(
 
 def prompt_of(row: PromptRow) -> Any:
     """The text of a row, or its messages, as its samples have them."""
-    return row.prompt if row.prompt is not None else [message.document() for message in row.messages or ()]
+    if row.prompt is not None:
+        return row.prompt
+    documents = [message.document() for message in row.messages or ()]
+    return [{key: value for key, value in document.items() if key != "weight"} for document in documents]
 
 
 def _identified(row: PromptRow) -> Any:

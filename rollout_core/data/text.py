@@ -42,9 +42,11 @@ def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[in
     talks = [(place, row.messages, row.tools or ()) for place, row in enumerate(rows) if row.messages is not None]
     chats = [Chat(messages, True, tools) for _, messages, tools in talks]
     rendered: list[tuple[int, str]] = []
-    for (place, _, _), text in zip(talks, render_chats(tokenizer, chats), strict=True):
+    for (place, messages, _), text in zip(talks, render_chats(tokenizer, chats), strict=True):
         if isinstance(text, Problem):
             problems[place] = text.reason
+        elif messages[-1].role == "assistant":
+            problems[place] = "has the assistant's message as its last: nothing is asked; leave the answer out"
         else:
             rendered.append((place, text))
     for some, special_tokens in ((texts, True), (rendered, False)):

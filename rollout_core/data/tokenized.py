@@ -229,6 +229,10 @@ class ItemTable(_Lazy[ItemT]):
         """[N] int64: length of one list of every item."""
         return np.diff(self._lists[name][1], prepend=0)
 
+    def values(self, name: str) -> np.ndarray:
+        """[M]: one list of every item, one after the other."""
+        return self._lists[name][0]
+
     def _item(self, position: int) -> ItemT:
         fields: dict[str, Any] = {name: column[position].item() for name, column in self._scalars.items()}
         for name, (values, ends) in self._lists.items():

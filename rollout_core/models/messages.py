@@ -9,6 +9,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
+def strict_json(text: str) -> Any:
+    """What a JSON text holds. Raises ValueError also for NaN, infinite numbers and half a surrogate pair."""
+    found = json.loads(text, parse_constant=_refuse)
+    if "\\u" in text:
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
 class CalledFunction(BaseModel):
     """Which function a tool call names, and with what."""
 
@@ -24,8 +36,8 @@ class CalledFunction(BaseModel):
         if not isinstance(arguments, str):
             return arguments or {}
         try:
-            return json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
+            return strict_json(arguments or "{}")
+        except ValueError as error:
             raise ValueError(f"not the JSON text of an object: {error}") from error
 
 

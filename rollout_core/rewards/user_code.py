@@ -364,7 +364,10 @@ def _form_of(function: Any, name: str, kwargs: Mapping[str, Any]) -> CallForm:
     except ValueError:
         return CallForm("samples" if is_batched else "sample", is_async=is_async)  # some built-ins have none
     given: dict[str, Any]
-    if not is_batched and set(GIVEN_COLUMNS) & set(signature.parameters):
+    parameters = signature.parameters.values()
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    wanted = {each.name for each in parameters if takes_any or each.default is inspect.Parameter.empty}
+    if not is_batched and wanted & set(GIVEN_COLUMNS):
         form = _columns_form(signature, kwargs, is_async)
         called, given = list(form.columns), dict.fromkeys(form.columns)
         arguments: tuple[Any, ...] = ()

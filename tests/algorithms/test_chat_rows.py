@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
 from rollout_core.data.datasets import PromptRow, SftRow
-from rollout_core.data.examples import DataReport, Example, each_example
+from rollout_core.data.examples import EXAMPLES, DataReport, Example, each_example, longest_sequence
 from rollout_core.data.text import tokenize_prompts
+from rollout_core.data.tokenized import ItemTable, ItemWriter
 from rollout_core.models.messages import ChatMessage
 from rollout_core.models.pretrained import load_tokenizer
 from tests.rows import tokenize_sft
@@ -298,3 +299,49 @@ def test_a_row_of_several_sequences_is_one_item_whose_turns_do_not_see_each_othe
         total -= logprobs.gather(1, ids[0, 1:, None])[:, 0][kept].sum().item()
         count += int(kept.sum())
     assert learner.loss(batch, [batch]).loss.item() == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_row_of_which_no_turn_is_trained_is_one_sequence_however_turns_are_trained(tokenizer: Any):
+    row = chat(*TURNS).document()
+    for message in row["messages"]:
+        message["weight"] = 0
+    good, untrained = chat(*TURNS), SftRow.model_validate(row)
+    for way in ("each", "last"):
+        examples: list[Example] = []
+        told = each_example(
+            tokenizer, [good, untrained], examples.append, loss_on=LossOn(), max_seq_len=512, turns=way
+        )  # fmt: skip
+        assert (told.num_examples, told.num_left_out) == (1, 1)
+        [whole] = tokenize(tokenizer, good, kind="full")
+        each_example(tokenizer, [good], examples.append, loss_on=LossOn(kind="full"), max_seq_len=512, turns=way)
+        assert examples[-1] == whole
+
+
+def test_the_longest_sequence_of_a_table_is_no_sum_of_a_rows_sequences(tmp_path: Path):
+    rows = [Example([1] * 9, [True] * 9, [4, 5]), Example([1] * 6, [True] * 6), Example([1] * 2, [True] * 2)]
+    with ItemWriter(EXAMPLES, tmp_path) as writer:
+        for row in rows:
+            writer.append(row)
+    table = ItemTable(EXAMPLES, tmp_path)
+    assert list(table) == rows and longest_sequence(table) == 6
+
+
+WORDY = (
+    "Use null or None for what is missing.\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Speaks of nothing itself, and expects arguments as text and content always."""
+
+
+def test_a_call_is_written_as_json_where_the_template_speaks_of_nothing_itself(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenizer, "chat_template", WORDY)
+    call = {"name": "get", "arguments": {"city": "Paris", "unit": None}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    result = {"role": "tool", "content": "got {'city': 'Paris', 'unit': None}"}
+    row = SftRow.model_validate({"messages": [*turns, result, {"role": "assistant", "content": "b"}]})
+    [example] = tokenize(tokenizer, row)
+    written = 'get {"city": "Paris", "unit": null}'
+    assert trained_parts(tokenizer, example) == [f"{written}{END}\n", f"b{END}\n"]

@@ -156,3 +156,10 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(beginning, tokenizer, ti
 
 def test_no_prompts_give_no_ids(tokenizer):
     assert tokenize_prompts(tokenizer, []) == []
+
+
+def test_a_prompt_that_ends_with_the_assistant_asks_nothing(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    turns = (ChatMessage(role="user", content="a"), ChatMessage(role="assistant", content="b"))
+    with pytest.raises(ConfigError, match="prompt 1 has the assistant's message as its last: nothing is asked"):
+        tokenize_prompts(tokenizer, [PromptRow(messages=turns)])

@@ -515,7 +515,8 @@ def test_a_chat_template_that_asks_for_the_date_is_told(work: Path):
 
 @pytest.mark.parametrize(("kind", "name", "key"), FILES)
 def test_chat_rows_without_a_chat_template_are_refused(work: Path, kind: str, name: str, key: str):
-    jsonl(work / name, {**CHAT, **({} if name == "sft.jsonl" else {"answer": "1 2"})})
+    asked = {"messages": CHAT["messages"][:1], "answer": "1 2"}
+    jsonl(work / name, CHAT if name == "sft.jsonl" else asked)
     message = refusal(kind, work)
     assert message.startswith(f"{key}: ") and "chat messages, but the tokenizer has no chat template" in message
     (work / "model" / "chat_template.jinja").write_text(TEMPLATE)

@@ -70,13 +70,14 @@ def _render(request: dict[str, Any], step: Step) -> list[Any]:
 def _rendered(
     messages: list[Any], tools: list[Any], generation_prompt: bool, render: Callable[[list[Any], bool, list[Any]], str]
 ) -> str:
-    """The text of the first form of the messages that the template writes as it is meant.
+    """The text of the form of the messages that the template writes as it is meant.
 
     Templates differ in what they expect of a message that calls tools: its arguments as an object or as JSON text, its
-    content as none or as an empty text. With the other they fail, or write Python's words for an object or nothing.
+    content as none or as an empty text. With the other they fail, or write Python's words for an object or nothing: of
+    several forms the first with the fewest of these is taken.
     """
     forms = _forms(messages)
-    refusal, text = None, None
+    refusal, text, fewest = None, None, math.inf
     for form in forms:
         try:
             found = render(form, generation_prompt, tools)
@@ -85,9 +86,11 @@ def _rendered(
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             refusal = error  # in the end that of the most lenient form
             continue
-        if len(forms) == 1 or not _has_python_words(found, messages, tools):
+        words = _python_words(found, messages) if len(forms) > 1 else 0
+        if words == 0:
             return found
-        text = found if text is None else text
+        if words < fewest:
+            text, fewest = found, words
     if text is None:
         assert refusal is not None, "there is a form at least"
         raise refusal
@@ -114,17 +117,13 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _has_python_words(text: str, messages: list[Any], tools: list[Any]) -> bool:
-    """Whether the text has an object as Python writes it, or a word for nothing that no message has."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            arguments = call["function"].get("arguments")
-            if isinstance(arguments, dict) and arguments and repr(arguments) in text:
-                return True
-    if all(message.get("content", "") is not None for message in messages):
-        return False
-    given = json.dumps([tools, [{**message, "content": message.get("content") or ""} for message in messages]])
-    return any(text.count(word) > given.count(word) for word in ("None", "null"))
+def _python_words(text: str, messages: list[Any]) -> int:
+    """How often the text has an argument object as Python writes it, or where a message has no content, nothing."""
+    called = [call["function"].get("arguments") for message in messages for call in message.get("tool_calls") or ()]
+    count = sum(text.count(repr(arguments)) for arguments in called if isinstance(arguments, dict) and arguments)
+    if any("content" in message and message["content"] is None for message in messages):
+        count += text.count("None") + text.count("null")
+    return count
 
 
 def characters(value: Any) -> int:
