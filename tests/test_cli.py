@@ -380,7 +380,7 @@ def test_a_config_that_is_missing_or_no_toml_is_one_line(work: Path, nothing_sta
 
 
 def test_each_thing_that_is_wrong_has_its_line(work: Path, nothing_starts: None):
-    (work / "sft.jsonl").write_text("{\n[]\n")
+    (work / "sft.jsonl").write_text("{}}\n[]\n")
     result = run("nightly", "--set", "evaluation.prompts.path=none.jsonl")
     assert result.exit_code == 2
     assert [line.split(": ")[:3] for line in result.stderr.splitlines()] == [

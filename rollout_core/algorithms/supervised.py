@@ -50,6 +50,7 @@ class DatasetAlgorithm(Generic[BatchT]):
         self._model = model
         self._items = items
         self._settings: Any = settings
+        self._passes = settings.budget.passes
         self._seed = seed
         self._device = device
         self.num_items = len(items)
@@ -73,7 +74,7 @@ class DatasetAlgorithm(Generic[BatchT]):
         return self.cut(open_positions(first, end, order=self._easiest_first, num_open=opened, seed=self._seed))
 
     def _numbers(self, step: int) -> tuple[int, int]:
-        passes = self._settings.budget.passes
+        passes = self._passes
         end = None if passes is None else passes * self.num_items
         return self._since.numbers(step, items_per_step(self._settings), end)
 

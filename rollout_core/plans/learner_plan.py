@@ -335,7 +335,7 @@ class LearnerPlan(Plan):
         loaded = load_reward(spec, base=self.base)
         loaded.close()
         self._forms |= loaded.forms
-        self.facts |= {f"reward {name}": form.in_words for name, form in loaded.forms.items()}
+        self.facts |= {f"reward {name}": form.in_words for name, form in loaded.forms.items() if form.takes != "sample"}
 
     def _reward_model(self, uri: str) -> None:
         with describe(ModelSource(uri=uri), self.base, self.objects) as found:

@@ -17,7 +17,7 @@ from rollout_core.objects import ObjectStore
 
 
 def test_a_shard_job_has_the_key_that_its_fields_had_as_single_arguments():
-    """Values of the second version: prompts with tools, with their own BOS, or for padded vocabularies are drawn anew."""
+    """Values of the second version, which draws anew for tools, a prompt's own BOS and padded vocabularies."""
     from tasks.batch import Reporting, ShardJob, infer_shard
 
     job = ShardJob(
