@@ -42,6 +42,7 @@ from rollout_core.data.dataset_sources import hash_rows, import_dataset, open_pr
 from rollout_core.data.datasets import (
     PairRow,
     PromptRow,
+    Reading,
     Row,
     SftRow,
     TaskRow,
@@ -50,7 +51,6 @@ from rollout_core.data.datasets import (
     parse_rows,
     to_jsonl,
 )
-from rollout_core.data.row_forms import Reading
 from rollout_core.models.locating import Unchecked
 from rollout_core.objects import ObjectStore
 

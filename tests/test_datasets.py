@@ -19,13 +19,13 @@ from rollout_core.data.datasets import (
     MAX_VIOLATIONS,
     PairRow,
     PromptRow,
+    Reading,
     SftRow,
     numbered_lines,
     parse_documents,
     parse_rows,
     to_jsonl,
 )
-from rollout_core.data.row_forms import Reading
 from rollout_core.models.messages import ChatMessage
 from tests.rows import iter_prompts, parse_pairs, parse_prompts, parse_sft, parse_unpaired, read_prompts
 

@@ -38,6 +38,7 @@ from rollout_core.config import (
 from rollout_core.data.datasets import (
     PlacedDocument,
     PromptRow,
+    Reading,
     Row,
     RowT,
     matching_files,
@@ -56,7 +57,6 @@ from rollout_core.data.files import (
     table_documents,
     whole_columns,
 )
-from rollout_core.data.row_forms import Reading
 from rollout_core.models.locating import HubOutOfReach, Unchecked, looks_like_hub_id, without_token
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import (

@@ -13,7 +13,7 @@ import difflib
 import glob
 import json
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -38,11 +38,16 @@ from pydantic_core import to_jsonable_python
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
-from rollout_core.data.row_forms import Reading, shown
+from rollout_core.config import ColumnSource
+from rollout_core.data.row_forms import FORMS, NAMES, form_of, of_type, shown
 from rollout_core.models.messages import NOT_GIVEN, ChatMessage, strict_json
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""
+SHOWN_KEYS = 50
+"""Keys of a data set that an error lists at most."""
+SHOWN_PLACES_OF = 20
+"""Keys whose numbers are left out, or columns read as integers, that a report names at most."""
 MAX_LINE_BYTES = 1 << 28
 """A longer line is refused, as a small compressed file may hold one that no memory does."""
 
@@ -280,6 +285,88 @@ PlacedDocument = tuple[str, int, bytes | dict[str, Any]]
 """What comes before the number in the name of a place, such as ``file.jsonl:``; the number, from 1; and a line of JSON,
 or what one would hold."""
 PlacedRow = tuple[str, int, RowT]
+
+
+class Reading:
+    """How the rows of one data set are taken from what its files hold, and what was seen since `begin`."""
+
+    def __init__(self, columns: Mapping[str, str | ColumnSource] | None = None, form: str | None = None) -> None:
+        sources = {ours: ColumnSource(column=of) if isinstance(of, str) else of for ours, of in (columns or {}).items()}
+        self._columns = {ours: (of.column or ours, of.type) for ours, of in sources.items()}
+        self._form = form
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was seen."""
+        self._unseen = {theirs for theirs, _ in self._columns.values()}
+        self._keys: dict[str, None] = {}
+        self._detected: dict[str, int] = {}
+        self._left_out: dict[str, tuple[int, str]] = {}
+        self._whole: dict[str, None] = {}
+
+    @property
+    def takes_rows_as_they_are(self) -> bool:
+        """Whether a row that has a prompt needs no change."""
+        return not self._columns and self._form is None
+
+    def see(self, keys: Iterable[str]) -> None:
+        """Keys that there are, of a row or a table."""
+        if self._unseen:
+            keys = list(keys)
+            self._unseen.difference_update(keys)
+            for key in keys[: SHOWN_KEYS - len(self._keys)]:
+                self._keys[key] = None
+
+    def see_whole(self, columns: Iterable[str]) -> None:
+        """Columns of floats that are read as integers."""
+        self._whole |= dict.fromkeys(columns)
+
+    def leave_out(self, key: str, place: str) -> None:
+        """Count a number that JSON cannot hold, in a key that is left out of its row."""
+        count, first = self._left_out.get(key, (0, place))
+        if key in self._left_out or len(self._left_out) < SHOWN_PLACES_OF:
+            self._left_out[key] = (count + 1, first)
+
+    def check_columns(self) -> None:
+        """Raises ConfigError where rows were seen, and a column that the configuration names in none of them."""
+        if self._unseen and self._keys:
+            wanted = ", ".join(map(repr, sorted(self._unseen)))
+            raise ConfigError(f"columns: the rows have no {wanted}; they have {', '.join(map(repr, self._keys))}")
+
+    def shaped(self, document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+        """A row with the names that are used here. Raises ValueError for one that has another form."""
+        if self._columns:
+            self.see(document)
+            document = self._renamed(document)
+        form = self._form or form_of(document, own_keys)
+        if form is None:
+            return document
+        if self._form is None:
+            self._detected[form] = self._detected.get(form, 0) + 1
+        return FORMS[form](document, own_keys)
+
+    def _renamed(self, document: dict[str, Any]) -> dict[str, Any]:
+        moved = {theirs for theirs, _ in self._columns.values()}
+        kept = {key: value for key, value in document.items() if key not in moved}
+        found = {}
+        for ours, (theirs, kind) in self._columns.items():
+            if ours in kept:
+                raise ValueError(f"has {ours!r} beside {theirs!r}, which columns calls so; rename or remove one")
+            if theirs in document:
+                found[ours] = document[theirs] if kind is None else of_type(ours, kind, document[theirs])
+        return {**found, **kept}
+
+    def remarks(self) -> tuple[str, ...]:
+        """What was changed, or found out, as sentences."""
+        return tuple(self._remarks())
+
+    def _remarks(self) -> Iterator[str]:
+        for form, count in self._detected.items():
+            yield f"{count} rows are read as {NAMES[form]}, by their keys"
+        for column in [*self._whole][:SHOWN_PLACES_OF]:
+            yield f"column {column!r} is read as integers: it holds floats and nulls, and all its numbers are whole"
+        for key, (count, first) in self._left_out.items():
+            yield f"key {key!r} is left out of {count} rows, where it holds NaN or an infinite number; first at {first}"
 
 
 def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:

@@ -32,11 +32,11 @@ from rollout_core.data.datasets import (
     MAX_LINE_BYTES,
     LineTooLong,
     PlacedDocument,
+    Reading,
     numbered_lines,
     split_lines,
     without_nulls,
 )
-from rollout_core.data.row_forms import Reading
 
 if TYPE_CHECKING:
     import pyarrow

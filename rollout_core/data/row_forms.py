@@ -1,22 +1,12 @@
-"""Rows of others' making: keys under other names, Alpaca and ShareGPT, and what reading them changed.
-
-A `Reading` takes one data set's rows to the names that are used here. It also collects what the data report says of it.
-"""
+"""Rows of others' making as rows of ours: Alpaca and ShareGPT, and values of the types that a column map declares."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from rollout_core.base.errors import ConfigError
-from rollout_core.config import ColumnSource
-
-SHOWN_KEYS = 50
-"""Keys of a data set that an error lists at most."""
-SHOWN_PLACES_OF = 20
-"""Keys whose numbers are left out, or columns read as integers, that a report names at most."""
 _OURS = frozenset({"prompt", "messages", "input_ids"})
 """A row with one of these is taken as it is."""
 _ROLES = {
@@ -30,95 +20,14 @@ _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
 _TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
-class Reading:
-    """How the rows of one data set are taken from what its files hold, and what was seen since `begin`."""
-
-    def __init__(self, columns: Mapping[str, str | ColumnSource] | None = None, form: str | None = None) -> None:
-        sources = {ours: ColumnSource(column=of) if isinstance(of, str) else of for ours, of in (columns or {}).items()}
-        self._columns = {ours: (of.column or ours, of.type) for ours, of in sources.items()}
-        self._form = form
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what was seen."""
-        self._unseen = {theirs for theirs, _ in self._columns.values()}
-        self._keys: dict[str, None] = {}
-        self._detected: dict[str, int] = {}
-        self._left_out: dict[str, tuple[int, str]] = {}
-        self._whole: dict[str, None] = {}
-
-    @property
-    def takes_rows_as_they_are(self) -> bool:
-        """Whether a row that has a prompt needs no change."""
-        return not self._columns and self._form is None
-
-    def see(self, keys: Iterable[str]) -> None:
-        """Keys that there are, of a row or a table."""
-        if self._unseen:
-            keys = list(keys)
-            self._unseen.difference_update(keys)
-            for key in keys[: SHOWN_KEYS - len(self._keys)]:
-                self._keys[key] = None
-
-    def see_whole(self, columns: Iterable[str]) -> None:
-        """Columns of floats that are read as integers."""
-        self._whole |= dict.fromkeys(columns)
-
-    def leave_out(self, key: str, place: str) -> None:
-        """Count a number that JSON cannot hold, in a key that is left out of its row."""
-        count, first = self._left_out.get(key, (0, place))
-        if key in self._left_out or len(self._left_out) < SHOWN_PLACES_OF:
-            self._left_out[key] = (count + 1, first)
-
-    def check_columns(self) -> None:
-        """Raises ConfigError where rows were seen, and a column that the configuration names in none of them."""
-        if self._unseen and self._keys:
-            wanted = ", ".join(map(repr, sorted(self._unseen)))
-            raise ConfigError(f"columns: the rows have no {wanted}; they have {', '.join(map(repr, self._keys))}")
-
-    def shaped(self, document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
-        """A row with the names that are used here. Raises ValueError for one that has another form."""
-        if self._columns:
-            self.see(document)
-            document = self._renamed(document)
-        form = self._form or _form_of(document, own_keys)
-        if form is None:
-            return document
-        if self._form is None:
-            self._detected[form] = self._detected.get(form, 0) + 1
-        return _FORMS[form](document, own_keys)
-
-    def _renamed(self, document: dict[str, Any]) -> dict[str, Any]:
-        moved = {theirs for theirs, _ in self._columns.values()}
-        kept = {key: value for key, value in document.items() if key not in moved}
-        found = {}
-        for ours, (theirs, kind) in self._columns.items():
-            if ours in kept:
-                raise ValueError(f"has {ours!r} beside {theirs!r}, which columns calls so; rename or remove one")
-            if theirs in document:
-                found[ours] = document[theirs] if kind is None else _of_type(ours, kind, document[theirs])
-        return {**found, **kept}
-
-    def remarks(self) -> tuple[str, ...]:
-        """What was changed, or found out, as sentences."""
-        return tuple(self._remarks())
-
-    def _remarks(self) -> Iterator[str]:
-        for form, count in self._detected.items():
-            yield f"{count} rows are read as {_NAMES[form]}, by their keys"
-        for column in [*self._whole][:SHOWN_PLACES_OF]:
-            yield f"column {column!r} is read as integers: it holds floats and nulls, and all its numbers are whole"
-        for key, (count, first) in self._left_out.items():
-            yield f"key {key!r} is left out of {count} rows, where it holds NaN or an infinite number; first at {first}"
-
-
 def shown(value: Any) -> str:
     """A value of a row in an error."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _of_type(ours: str, kind: str, value: Any) -> Any:
+def of_type(ours: str, kind: str, value: Any) -> Any:
+    """The value of the key ``ours`` as text, int, float, bool or json. Raises ValueError for one that is none."""
     try:
         return _TYPES[kind](value)
     except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
@@ -156,7 +65,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _form_of(document: dict[str, Any], own_keys: frozenset[str]) -> str | None:
+def form_of(document: dict[str, Any], own_keys: frozenset[str]) -> str | None:
     """The form that a row's keys tell, where they are not ours and the row is not one of any keys."""
     if "prompt" not in own_keys or not _OURS.isdisjoint(document):
         return None
@@ -236,8 +145,8 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-_FORMS: dict[str, Callable[[dict[str, Any], frozenset[str]], dict[str, Any]]] = {
+FORMS: dict[str, Callable[[dict[str, Any], frozenset[str]], dict[str, Any]]] = {
     "alpaca": _alpaca,
     "sharegpt": _sharegpt,
 }
-_NAMES = {"alpaca": "Alpaca's (instruction, input, output)", "sharegpt": "ShareGPT's (conversations)"}
+NAMES = {"alpaca": "Alpaca's (instruction, input, output)", "sharegpt": "ShareGPT's (conversations)"}
