@@ -39,6 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
+from hypothesis import settings
 
 from rollout_core.base.garbage import collect_seldom
 from tests import forked, machine
@@ -48,6 +49,9 @@ from tests.object_files import BUCKET
 from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 PROJECT = Path(__file__).resolve().parent.parent
+# An example's usual time limit of 0.2 s is one for a quiet machine.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 sys.path[:0] = [str(PROJECT / "examples"), str(PROJECT / "examples" / "library")]
 
 
