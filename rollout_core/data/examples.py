@@ -123,6 +123,8 @@ def each_example(
             example = example.cut(max_seq_len)
             if any(example.trained[1:]):
                 tally.example(len(example.token_ids), sum(example.trained[1:]))
+                if example.lengths:
+                    tally.num_longest_by_turn = max(tally.num_longest_by_turn, len(example.token_ids))
                 keep(example)
             else:
                 tally.num_left_out += 1

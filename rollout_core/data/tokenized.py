@@ -32,6 +32,7 @@ _NAMES = {
     "num_left_out": "skipped rows",
     "num_turn_by_turn": "rows trained turn by turn",
     "num_ended": "rows ended with EOS, as the template ends no turn",
+    "num_longest_by_turn": "tokens of the longest row trained turn by turn",
 }
 _ROW_NUMBER = re.compile(r"^row (\d+)")
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class DataReport:
     """Conversations whose turns are trained each behind a prompt of its own, or only their last turn."""
     num_ended: int = 0
     """Of these, those whose turns the chat template ends with no token: the EOS token is trained there."""
+    num_longest_by_turn: int = 0
+    """Tokens of the longest row among them, all its sequences together, which are computed together."""
     longest: tuple[tuple[str, int], ...] = ()
     """Place and tokens, before the cut, of the longest rows, longest first."""
     num_template_problems: int = 0
@@ -76,7 +79,7 @@ class DataReport:
         """Names and values for people to read."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         del plain["longest"], plain["template_problems"], plain["reading"]
-        for name in ("num_turn_by_turn", "num_ended"):  # of rows that few data sets have
+        for name in ("num_turn_by_turn", "num_ended", "num_longest_by_turn"):  # of rows that few data sets have
             if not plain[name]:
                 del plain[name]
         named = {_NAMES.get(name, name.removeprefix("num_").replace("_", " ")): value for name, value in plain.items()}
@@ -126,6 +129,7 @@ class Tally:
     num_left_out: int = 0
     num_turn_by_turn: int = 0
     num_ended: int = 0
+    num_longest_by_turn: int = 0
     num_template_problems: int = 0
     template_problems: list[str] = field(default_factory=list)
     _longest: list[tuple[int, int, str]] = field(default_factory=list)
@@ -163,6 +167,7 @@ class Tally:
             "num_left_out": self.num_left_out,
             "num_turn_by_turn": self.num_turn_by_turn,
             "num_ended": self.num_ended,
+            "num_longest_by_turn": self.num_longest_by_turn,
             "longest": tuple((place, tokens) for tokens, _, place in sorted(self._longest, reverse=True)),
             "num_template_problems": self.num_template_problems,
             "template_problems": tuple(self.template_problems),

@@ -350,9 +350,11 @@ def steps_of_rows(settings: DatasetSettings, report: DataReport | None) -> int |
 
 
 def row_tokens(report: DataReport | None, max_seq_len: int) -> int:
-    """Tokens of the longest row as it is trained."""
-    longest = max((tokens for _, tokens in report.longest), default=0) if report else max_seq_len
-    return min(longest, max_seq_len)
+    """Tokens of the longest row as it is trained, all its sequences together."""
+    if report is None:
+        return max_seq_len
+    longest = max((tokens for _, tokens in report.longest), default=0)
+    return max(min(longest, max_seq_len), report.num_longest_by_turn)
 
 
 def readable(num_bytes: int) -> str:

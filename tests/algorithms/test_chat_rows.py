@@ -19,6 +19,7 @@ from rollout_core.data.text import tokenize_prompts
 from rollout_core.data.tokenized import ItemTable, ItemWriter
 from rollout_core.models.messages import ChatMessage
 from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.plans.resources import row_tokens
 from tests.rows import tokenize_sft
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -241,7 +242,10 @@ def turns(tokenizer: Any, row: SftRow, turns: str | None, limit: int = 512) -> t
 def test_turns_are_trained_together_each_or_only_the_last(tokenizer: Any):
     first, last = f"1 2{END}\n", f"3 4{END}\n"
     assert turns(tokenizer, chat(*TURNS), "all")[0] == turns(tokenizer, chat(*TURNS), None)[0] == [[first, last]]
-    assert turns(tokenizer, chat(*TURNS), "each")[0] == [[first], [last]]
+    parts, told = turns(tokenizer, chat(*TURNS), "each")
+    assert parts == [[first], [last]]
+    # They lie in memory together.
+    assert row_tokens(told, 512) == told.num_longest_by_turn == told.num_tokens > told.longest[0][1]
     parts, told = turns(tokenizer, chat(*TURNS), "last")
     assert parts == [[last]] and (told.num_examples, told.num_turn_by_turn) == (1, 1)
 
