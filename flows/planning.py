@@ -17,6 +17,7 @@ from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSource, Run, RunCost
+from rollout_core.models.chat_templates import with_template
 from rollout_core.models.locating import (
     import_adapter,
     import_model as file_model,
@@ -146,9 +147,10 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
     """As `import_model` does, but an adapter is not merged in, which takes the whole files and the time of a run."""
     source: ModelSource = inputs["source"]
     objects, base = result_storage().objects(), working_folder()
-    model = file_model(source.model_copy(update={"adapter": None}), objects, base)
     if source.adapter is None:
-        return Model(model=model)
+        return Model(model=file_model(source, objects, base))
+    plain = {"adapter": None, "chat_template": None, "chat_template_kwargs": {}}
+    model = file_model(source.model_copy(update=plain), objects, base)
     merged = merged_before(model, import_adapter(source.adapter, objects, base), objects)
     if merged is None:
         rehearsal_remark(
@@ -156,7 +158,7 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
             "as not cached"
         )
         return None
-    return Model(model=merged)
+    return Model(model=with_template(merged, source, objects, base))
 
 
 def _latest_model(inputs: dict[str, Any]) -> Latest:

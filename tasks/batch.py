@@ -100,7 +100,7 @@ class ShardJob(Arguments):
     """Its number among the run's shards, such as ``3/17``."""
 
 
-@stage(version=2, concurrency="engine", optional=("limit",))
+@stage(version=3, concurrency="engine", optional=("limit",))
 def infer_shard(job: ShardJob) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run resumes with what is missing.
 

@@ -13,7 +13,7 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
-from rollout_core.data.samples import Sample, decode_samples, encode_samples, make_samples
+from rollout_core.data.samples import Sample, decode_samples, encode_samples, ends_of, make_samples
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work, assist
 from rollout_core.inference.engines import EngineOf
@@ -33,7 +33,7 @@ from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 
-@stage(version=2, optional=("seed", "opened"))
+@stage(version=3, optional=("seed", "opened"))
 def enqueue_prompts(
     prompts: ContentId,
     model: ContentId,
@@ -61,15 +61,17 @@ def enqueue_prompts(
     folder = local_model(objects, model, connections.cache_folder())
     limit = max_model_len or max_positions(folder)
     tokenizer = load_tokenizer(folder)
+    drawn = [rows[position] for position in order[first:]]
     samples = make_samples(
         tokenizer,
-        [rows[position] for position in order[first:]],
+        drawn,
         model=model,
         params=sampling,
         samples_per_prompt=samples_per_prompt,
         max_model_len=limit,
         earlier=[rows[position] for position in order[:first]],
         known_ids=known_ids(folder, tokenizer),
+        ends=ends_of(folder, tokenizer, drawn, sampling),
     )
     blob = objects.put_bytes(encode_samples(samples))
     enqueue(samples, source=blob, mode=mode)

@@ -32,6 +32,7 @@ from rollout_core.data.tokenized import DataReport
 from rollout_core.inference.engines import rest_engine
 from rollout_core.launch import run_update
 from rollout_core.launch.launcher import UpdateName
+from rollout_core.models.chat_templates import written_in_words
 from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import progress_ref
 from tasks import artifacts, connections, events
@@ -108,7 +109,7 @@ def sft_update(
     return _learn_from_rows(UpdateJob("sft", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=4, concurrency="learner", optional=("held_out", "start_from"))
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -164,7 +165,7 @@ def kto_update(
 def _learn_from_rows(job: UpdateJob) -> Checkpoint:
     run, name = current_stage(), job.kind.upper()
     with _update_context(run, job, name, base_model=job.inputs["model"]) as context:
-        checkpoint, report = _update(job, context, on_data=partial(_show_data, job.kind))
+        checkpoint, report = _update(job, context, on_data=partial(_show_data, job))
     checkpoint = checkpoint.model_copy(update={"data_report": run.objects.put_json(report.document())})
     metrics = [json.loads(line) for line in run.objects.get_bytes(checkpoint.metrics).splitlines()]
     for figure, short in (("loss", "loss"), ("rewards/margins", "margins")):
@@ -175,9 +176,11 @@ def _learn_from_rows(job: UpdateJob) -> Checkpoint:
     return checkpoint
 
 
-def _show_data(kind: str, report: DataReport) -> None:
+def _show_data(job: UpdateJob, report: DataReport) -> None:
     """Before training starts: a table in the UI, a line in the log."""
-    figures = report.figures()
+    kind, figures = job.kind, report.figures()
+    template = written_in_words(job.inputs["model"], current_stage().objects)
+    figures |= {} if template is None else {"chat template": template}
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
     artifacts.table(f"{kind}-data", rows, "What became of the training rows")
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))

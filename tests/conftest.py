@@ -196,6 +196,16 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chat_base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with ChatML as its template, which ends turns by another token than its EOS."""
+    from tests.chat_models import make_chat_base
+
+    folder = tmp_path_factory.mktemp("models") / "chat-base"
+    make_chat_base(tiny_model, folder)
+    return folder
+
+
 @pytest.fixture
 def weights_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may be built on the meta device, where tensors have no bytes; any other load fails the test.

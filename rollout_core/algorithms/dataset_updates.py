@@ -33,7 +33,7 @@ from rollout_core.algorithms.supervised import (
     RewardModel,
     load_reward_model,
     set_padding,
-    until_eos,
+    until_end,
 )
 from rollout_core.algorithms.training import Evaluation, evaluation_of, train_to_end
 from rollout_core.base.determinism import PORTABLE, is_portable_here, seed_everything
@@ -55,6 +55,7 @@ from rollout_core.data.packing import Document
 from rollout_core.data.preference_data import Pair, PreferenceReport
 from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
 from rollout_core.data.training_data import RowForm, pair_form, sft_form, training_items, unpaired_form
+from rollout_core.data.turn_ends import turn_ends
 from rollout_core.models.architecture import WithoutAdapters, with_lora
 from rollout_core.models.facts import check_reference, check_teacher
 from rollout_core.models.pretrained import load_tokenizer
@@ -115,9 +116,10 @@ def rm_update(
     """
     folder = context.model(model)
     tokenizer = load_tokenizer(folder)
+    ends = {tokenizer.eos_token_id, *turn_ends(folder, tokenizer)}
 
     def ended(pair: Pair) -> Pair:
-        chosen, rejected = (until_eos(answer, tokenizer.eos_token_id) for answer in (pair.chosen, pair.rejected))
+        chosen, rejected = (until_end(answer, ends) for answer in (pair.chosen, pair.rejected))
         return Pair(pair.prompt, chosen, rejected, pair.margin)
 
     form = pair_form(settings, need_prompts=False)

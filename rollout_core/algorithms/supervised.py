@@ -8,7 +8,7 @@ sequence is the head's output at the sequence's last token, which for an answer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
@@ -305,9 +305,10 @@ def load_reward_model(folder: Path, *, new_head: bool = False, deferred_to: torc
     return load_reward_model(folder, new_head=new_head).to(deferred_to) if model is None else model
 
 
-def until_eos(token_ids: list[int], eos: int) -> list[int]:
-    """The tokens up to the last EOS, if there is one: engines end there, whatever a chat template adds behind."""
-    return token_ids[: len(token_ids) - token_ids[::-1].index(eos)] if eos in token_ids else token_ids
+def until_end(token_ids: list[int], ends: Set[int]) -> list[int]:
+    """The tokens up to the last one at which engines end, if there is one, whatever a chat template adds behind."""
+    places = [place for place, token in enumerate(token_ids) if token in ends]
+    return token_ids[: places[-1] + 1] if places else token_ids
 
 
 def set_padding(model: Any, tokenizer: Any) -> None:

@@ -11,7 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import refuse_credentials, without_passwords
@@ -170,6 +179,17 @@ class RunCost(Settings):
         return None
 
 
+_ALWAYS_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"} | {
+    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}
+_NO_VARIABLES = set(["true", "false", "none", "and", "or", "not", "is", "in", "if", "else", "for", "self", "loop"])
+
+
+def is_template_text(chat_template: str) -> bool:
+    """Whether it is a chat template's text, and not the path of a file."""
+    return any(mark in chat_template for mark in ("{%", "{{", "{#", "\n"))
+
+
 class ModelSource(Settings):
     """Where a model comes from. Its content, not this address, enters cache keys."""
 
@@ -183,6 +203,26 @@ class ModelSource(Settings):
     adapter: Address | None = Field(default=None, min_length=1)
     """A LoRA adapter in peft's format, made for this model: a folder, a hub id, or the content id of one in the object
     store. It is merged into a copy of the weights, once; what is used from then on is that model."""
+    chat_template: Annotated[str, AfterValidator(refuse_credentials)] | None = Field(default=None, min_length=1)
+    """Another chat template than the tokenizer's: a file, or the template's text. It is part of the model from then on:
+    of its id, of what is trained from it, and of what is exported."""
+    chat_template_kwargs: Mapping[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the chat template, such as ``{enable_thinking = false}``; part of the model, as the template is."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _names_of_their_own(cls, given: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        for name in given:
+            if not (name.isascii() and name.isidentifier()) or name.lower() in _NO_VARIABLES:
+                raise ValueError(f"{name!r} is no variable of a template")
+            if name in _ALWAYS_GIVEN:
+                raise ValueError(f"{name!r} is given by rows and tokenizer, not by a setting; leave it out")
+        return given
+
+    @property
+    def changes_template(self) -> bool:
+        """Whether the model gets another chat template than its own, or values for it."""
+        return self.chat_template is not None or bool(self.chat_template_kwargs)
 
     def cache_identity(self) -> Any:
         return None  # the content id of the model enters instead

@@ -15,7 +15,7 @@ from rollout_core.config import LossOn
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
 from rollout_core.data.text import Ask, Encoding, ended, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, Tally
-from rollout_core.data.turns import Ends, Turn, common_length, omission, written_after
+from rollout_core.data.turns import Ends, Turn, common_length, omission, shows_tools, written_after
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
 from rollout_core.models.messages import ChatMessage
 
@@ -301,7 +301,8 @@ class _Conversation:
                     "another template, such as one with {% generation %} marks"
                 )
             if not self.ends.end(written):
-                self.tally.num_ended += number == numbers[-1]
+                if number == numbers[-1]:
+                    self.tally.ended(self.where)
                 written += self.ends.eos
             turns.append(Turn(before, written))
         return turns
@@ -333,8 +334,7 @@ def report_omissions(
         if problem := omission(text, message):
             tally.problem(f"{where}: the chat template {problem} turn {turn}, the {message.role}'s")
             return
-    names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
-    if not all(name in whole for name in names):
+    if not shows_tools(whole, tools):
         tally.problem(f"{where}: the chat template shows the model none of the row's tools, or not all")
 
 

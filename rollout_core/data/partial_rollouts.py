@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import orjson
 
@@ -28,13 +29,15 @@ from rollout_core.data.samples import (
     encode_samples,
     prompt_of,
 )
+from rollout_core.data.text import told_tokens
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import lineage_of
 
 log = logging.getLogger(__name__)
 
+_NO_STOPS = SamplingParams()
 Decode = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], list[str]]
-"""Texts of completions, from the tokens of their prompts and their own."""
+"""Texts of completions, from the tokens of their prompts and their own but an end of their turn."""
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Partial:
             index=sample.index,
             row_id=sample.row_id,
             extras=sample.extras,
+            ends=sample.ends,
         )
 
     def line(self) -> bytes:
@@ -110,7 +114,14 @@ class Partial:
 def encode_carried(partials: Sequence[Partial]) -> bytes:
     """One line each; `decode_carried` reads them back."""
     options = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
-    return b"".join(orjson.dumps(asdict(partial), option=options) for partial in partials)
+    return b"".join(orjson.dumps(_row(partial), option=options) for partial in partials)
+
+
+def _row(partial: Partial) -> dict[str, Any]:
+    row = asdict(partial)
+    if not row["sample"]["ends"]:
+        del row["sample"]["ends"]
+    return row
 
 
 def decode_carried(data: bytes) -> list[Partial]:
@@ -165,7 +176,8 @@ def join_parts(
         partial.extend(part, model, max_tokens)
     ended = [partial for partial in (*carried, *fresh) if partial.finish_reason is not None and partial.text is None]
     if ended:
-        texts = decode([partial.sample.prompt_token_ids for partial in ended], [partial.token_ids for partial in ended])
+        told = [told_tokens(partial.token_ids, _NO_STOPS, partial.sample.ends) for partial in ended]
+        texts = decode([partial.sample.prompt_token_ids for partial in ended], told)
         for partial, text in zip(ended, texts, strict=True):
             partial.text = text
     groups = list(_groups([*carried, *fresh], group_size))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from rollout_core.base.ids import ContentId, SampleIds
 from rollout_core.config import SamplingParams, identity
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts, with_own_bos
+from rollout_core.data.turn_ends import turn_ends
 
 FinishReason = Literal["stop", "length"]
 
@@ -81,6 +83,8 @@ class Sample:
     """The input row's further keys."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """That the chat template shows to the model."""
+    ends: list[int] = field(default_factory=list)
+    """Tokens that end it beside the model's own ends: those by which the chat template ends a turn."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,13 @@ def make_samples(
     max_model_len: int | None = None,
     earlier: Sequence[PromptRow] = (),
     known_ids: int | None = None,
+    ends: Sequence[int] = (),
 ) -> list[Sample]:
     """Give every prompt row its samples: tokenised, identified and checked against the context length.
 
     Equal prompts are numbered by the count of their occurrences before, ``earlier`` rows included; so the ids do not
-    depend on how a file is cut into shards. ``known_ids`` is that of the model's folder. Raises ConfigError naming
-    prompts that leave no room for a completion.
+    depend on how a file is cut into shards. ``known_ids`` and ``ends`` are those of the model's folder
+    (`ends_of`). Raises ConfigError naming prompts that leave no room for a completion.
     """
     token_ids = tokenize_prompts(tokenizer, rows)
     if max_model_len is not None:
@@ -130,7 +135,16 @@ def make_samples(
         occurrences.append(seen[key])
         seen[key] += 1
     identities, own_bos = identities_of(model, params, known_ids), with_own_bos(tokenizer, rows)
-    return identify(rows, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos)
+    return identify(
+        rows, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos, ends=ends
+    )
+
+
+def ends_of(folder: Path, tokenizer: Any, rows: Sequence[PromptRow], params: SamplingParams) -> list[int]:
+    """Tokens that end the conversations among the rows beside the own ends of the model in a folder."""
+    if params.ignore_eos or all(row.messages is None for row in rows):
+        return []
+    return turn_ends(folder, tokenizer)
 
 
 def identities_of(model: ContentId, params: SamplingParams, known_ids: int | None) -> SampleIds:
@@ -146,17 +160,30 @@ def identify(
     *,
     samples_per_prompt: int,
     own_bos: Set[int] = frozenset(),
+    ends: Sequence[int] = (),
 ) -> list[Sample]:
     """``samples_per_prompt`` samples of each row, whose prompt occurred so many times before; ``own_bos`` is that of
-    `with_own_bos`."""
+    `with_own_bos`, ``ends`` are the conversations'."""
     samples = []
     for place, (row, ids, occurrence) in enumerate(zip(rows, token_ids, occurrences, strict=True)):
         prompt, named = prompt_of(row), _identified(row)
         if place in own_bos:  # stores may hold samples of the same text behind two BOS tokens, made by earlier versions
             named = {"prompt": prompt, "bos": "once"}
+        own_ends = [] if row.messages is None else list(ends)
+        if own_ends:
+            named = {"messages": prompt, "tools": list(row.tools or ()), "ends": own_ends}
         for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
             samples.append(
-                Sample(identities.of(named, index), prompt, ids, index, row.id, row.extras, list(row.tools or ()))
+                Sample(
+                    identities.of(named, index),
+                    prompt,
+                    ids,
+                    index,
+                    row.id,
+                    row.extras,
+                    list(row.tools or ()),
+                    own_ends,
+                )
             )
     return samples
 
@@ -204,8 +231,9 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
     lines = []
     for sample in samples:
         line = {name: getattr(sample, name) for name in names}
-        if not sample.tools:
-            del line["tools"]
+        for name in ("tools", "ends"):
+            if not line[name]:
+                del line[name]
         lines.append(orjson.dumps(line, option=_DUMP))
     return b"".join(lines)
 

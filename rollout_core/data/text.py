@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow
+from rollout_core.data.turns import shows_tools
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, render
 
 _CONTEXT_TOKENS = 8
@@ -59,6 +60,18 @@ def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[in
             else:
                 token_ids[place] = ids
     return token_ids, dict(sorted(problems.items()))
+
+
+def without_tools(tokenizer: Any, rows: Sequence[PromptRow]) -> list[int]:
+    """Places of the conversations whose tools the chat template does not show to the model, or not all of them."""
+    found = [(place, row.messages, row.tools) for place, row in enumerate(rows) if row.messages and row.tools]
+    chats = [Chat(messages, True, tools) for _, messages, tools in found]
+    texts = render_chats(tokenizer, chats)
+    return [
+        place
+        for (place, _, tools), text in zip(found, texts, strict=True)
+        if isinstance(text, str) and not shows_tools(text, tools)
+    ]
 
 
 def with_own_bos(tokenizer: Any, rows: Sequence[PromptRow]) -> frozenset[int]:
@@ -111,8 +124,8 @@ def render_chats(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
     if not tokenizer.chat_template:
         return [
             Problem(
-                "holds chat messages, but the tokenizer has no chat template; give plain text, or a tokenizer with a "
-                "template"
+                "holds chat messages, but the tokenizer has no chat template; give plain text, a tokenizer with a "
+                "template, or chat_template beside the model's uri"
             )
         ] * len(chats)
     return render(tokenizer, chats)
@@ -209,6 +222,8 @@ def decode_as_streamed(tokenizer: Any, prompt: Sequence[int], completion: Sequen
     return "".join(piece or "" for piece in pieces)
 
 
-def told_tokens(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
-    """Those tokens of a finished completion that its text is made of: all but a stop token at its end."""
-    return token_ids[:-1] if token_ids and token_ids[-1] in params.stop_token_ids else token_ids
+def told_tokens(token_ids: Sequence[int], params: SamplingParams, ends: Sequence[int] = ()) -> Sequence[int]:
+    """Those tokens of a finished completion that its text is made of: all but a stop token, or an end of its turn, at
+    its end."""
+    is_stopped = token_ids and (token_ids[-1] in params.stop_token_ids or token_ids[-1] in ends)
+    return token_ids[:-1] if is_stopped else token_ids

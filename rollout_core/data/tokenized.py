@@ -60,6 +60,8 @@ class DataReport:
     """Conversations whose turns are trained each behind a prompt of its own, or only their last turn."""
     num_ended: int = 0
     """Of these, those whose turns the chat template ends with no token: the EOS token is trained there."""
+    first_ended: str | None = None
+    """The first of them."""
     num_longest_by_turn: int = 0
     """Tokens of the longest row among them, all its sequences together, which are computed together."""
     longest: tuple[tuple[str, int], ...] = ()
@@ -79,10 +81,13 @@ class DataReport:
         """Names and values for people to read."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         del plain["longest"], plain["template_problems"], plain["reading"]
+        first_ended = plain.pop("first_ended", None)
         for name in ("num_turn_by_turn", "num_ended", "num_longest_by_turn"):  # of rows that few data sets have
             if not plain[name]:
                 del plain[name]
         named = {_NAMES.get(name, name.removeprefix("num_").replace("_", " ")): value for name, value in plain.items()}
+        if first_ended is not None:
+            named[_NAMES["num_ended"]] = f"{self.num_ended}, {first_ended} the first"
         named["trained share"] = f"{self.trained_share:.1%}"
         named["longest rows"] = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in self.longest)
         if self.template_problems:
@@ -93,7 +98,7 @@ class DataReport:
 
     def document(self) -> dict[str, Any]:
         """The report as JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "first_ended" or value is not None}
 
     def placed(self, place: Callable[[int], str]) -> Self:
         """The same of rows that were numbered, with each named by its position, from 0."""
@@ -104,6 +109,7 @@ class DataReport:
         return replace(
             self,
             longest=tuple((named(row), tokens) for row, tokens in self.longest),
+            first_ended=None if self.first_ended is None else named(self.first_ended),
             template_problems=tuple(map(named, self.template_problems)),
         )
 
@@ -129,6 +135,7 @@ class Tally:
     num_left_out: int = 0
     num_turn_by_turn: int = 0
     num_ended: int = 0
+    first_ended: str | None = None
     num_longest_by_turn: int = 0
     num_template_problems: int = 0
     template_problems: list[str] = field(default_factory=list)
@@ -150,6 +157,11 @@ class Tally:
         self.num_tokens += num_tokens
         self.num_trained_tokens += num_trained_tokens
 
+    def ended(self, place: str) -> None:
+        """Count a row whose turns are ended with EOS."""
+        self.num_ended += 1
+        self.first_ended = self.first_ended or place
+
     def problem(self, problem: str) -> None:
         """Count a problem of the template, and remember the first."""
         self.num_template_problems += 1
@@ -167,6 +179,7 @@ class Tally:
             "num_left_out": self.num_left_out,
             "num_turn_by_turn": self.num_turn_by_turn,
             "num_ended": self.num_ended,
+            "first_ended": self.first_ended,
             "num_longest_by_turn": self.num_longest_by_turn,
             "longest": tuple((place, tokens) for tokens, _, place in sorted(self._longest, reverse=True)),
             "num_template_problems": self.num_template_problems,

@@ -9,7 +9,7 @@ another token), begin a thought in the prompt, or end no turn: there each turn i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,11 @@ def omission(text: str, message: ChatMessage) -> str | None:
     return "leaves out the thought of" if (message.reasoning_content or "").strip() not in text else None
 
 
+def shows_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a chat template's text names all the tools."""
+    return all(str(tool.get("function", tool).get("name", "")) in text for tool in tools)
+
+
 @dataclass(frozen=True)
 class Ends:
     """The tokens of a tokenizer that may end a turn."""
@@ -100,4 +105,9 @@ class Ends:
 
     def end(self, written: str) -> bool:
         """Whether a turn is ended by one of them."""
-        return written.rstrip().endswith(self.tokens)
+        return self.found(written) is not None
+
+    def found(self, written: str) -> str | None:
+        """The one that ends a turn."""
+        text = written.rstrip()
+        return max((token for token in self.tokens if text.endswith(token)), key=len, default=None)

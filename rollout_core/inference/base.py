@@ -61,6 +61,8 @@ class Request:
     """Of a chat, before the template."""
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """That the template shows to the model."""
+    ends: Sequence[int] = ()
+    """Tokens that end it beside the model's own ends; among its token ids, and not part of its text."""
 
 
 @dataclass(frozen=True)

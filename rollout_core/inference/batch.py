@@ -373,6 +373,7 @@ class _BatchRun:
             prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
             messages=() if isinstance(sample.prompt, str) else sample.prompt,
             tools=sample.tools,
+            ends=sample.ends,
         )
 
     async def commit(self, group: Sequence[Drawn]) -> None:

@@ -419,7 +419,7 @@ class Writer:
         }
         if not markers.keys() & set(completion.token_ids):
             return completion.text
-        ids, texts, begin = list(told_tokens(completion.token_ids, request.params)), [], 0
+        ids, texts, begin = list(told_tokens(completion.token_ids, request.params, request.ends)), [], 0
         for place in [*(place for place, token in enumerate(ids) if token in markers), len(ids)]:
             before = [*request.prompt_token_ids, *ids[:begin]]
             texts += decode_completions(self.tokenizer, [before], [ids[begin:place]])

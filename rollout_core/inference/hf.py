@@ -60,7 +60,7 @@ class TransformersEngine(GathersStream):
         import torch
 
         params = request.params
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._end_ids)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._end_ids | set(request.ends))
         generator = torch.Generator(device=self._policy.device).manual_seed(request.seed)
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -92,7 +92,7 @@ class TransformersEngine(GathersStream):
                     finish = "stop"
                     break
                 inputs = torch.tensor([[token]], device=self._policy.device)
-        text = self._text(request, told_tokens(token_ids, params))
+        text = self._text(request, told_tokens(token_ids, params, request.ends))
         return Completion(request.key, token_ids, logprobs, text[: self._stop_place(request, token_ids)], finish, top)
 
     def _text(self, request: Request, token_ids: Sequence[int]) -> str:
@@ -103,7 +103,7 @@ class TransformersEngine(GathersStream):
         ``min_tokens`` do not count."""
         if not request.params.stop:
             return None
-        text = self._text(request, told_tokens(token_ids, request.params))
+        text = self._text(request, told_tokens(token_ids, request.params, request.ends))
         early = len(self._text(request, token_ids[: request.params.min_tokens])) if request.params.min_tokens else 0
         places = [text.find(stop, max(0, early - len(stop) + 1)) for stop in request.params.stop]
         return min((place for place in places if place >= 0), default=None)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import JsonSchemaOutput, OpenAIBackend, SamplingParams
+from rollout_core.config import JsonSchemaOutput, OpenAIBackend
 from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
 from rollout_core.inference.base import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
@@ -61,7 +61,7 @@ def body_of(config: OpenAIBackend, served: str, tokenizer: Any, request: Request
     if params.stop:
         body["stop"] = list(params.stop)
     if config.dialect == "vllm":
-        return body | _vllm_fields(config, tokenizer, params)
+        return body | _vllm_fields(config, tokenizer, request)
     if isinstance(params.structured, JsonSchemaOutput):
         body["response_format"] = {
             "type": "json_schema",
@@ -83,14 +83,16 @@ def _one_user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def _vllm_fields(config: OpenAIBackend, tokenizer: Any, params: SamplingParams) -> dict[str, Any]:
+def _vllm_fields(config: OpenAIBackend, tokenizer: Any, request: Request) -> dict[str, Any]:
+    params = request.params
+    ends = [] if params.ignore_eos else [tokenizer.eos_token_id, *request.ends]
     fields: dict[str, Any] = {
         "top_k": max(params.top_k, 0),
         "min_p": 0.0,
         "repetition_penalty": params.repetition_penalty,
         "min_tokens": params.min_tokens,
         "ignore_eos": params.ignore_eos,
-        "stop_token_ids": [*([] if params.ignore_eos else [tokenizer.eos_token_id]), *params.stop_token_ids],
+        "stop_token_ids": [*ends, *params.stop_token_ids],
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
@@ -174,7 +176,7 @@ def _sampled(
     _check_names(names, token_ids)
     drawn = list(zip(token_ids, logprobs, strict=True))
     likely = _likeliest(tops, drawn, params.logprobs, vocab_size) if params.logprobs else []
-    text = _text_of(tokenizer, request, told_tokens(token_ids, params), text)
+    text = _text_of(tokenizer, request, told_tokens(token_ids, params, request.ends), text)
     reason = choice["finish_reason"]
     return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
 

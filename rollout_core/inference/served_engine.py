@@ -23,6 +23,7 @@ from rollout_core.base.stopping import in_thread
 from rollout_core.config import EngineConfig, SamplingParams
 from rollout_core.data.samples import Failure, Outcome
 from rollout_core.data.text import encode_once, render_chats
+from rollout_core.data.turn_ends import turn_ends
 from rollout_core.inference.base import ModelRef, Request, unsupported
 from rollout_core.inference.chat_api import Answered, ApiError, Ask, BareText, Prompt, Writer
 from rollout_core.inference.engines import EngineOf
@@ -46,6 +47,8 @@ class Served:
     sampling: SamplingParams | None
     tokenizer: Any
     writer: Writer
+    turn_ends: Sequence[int]
+    """Tokens that end the assistant's turn beside the model's own ends."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,11 @@ class ServedEngine:
         params = [ask.params_of(len(prompt.token_ids), session.max_model_len, most) for prompt in prompts]
         origin = [self._seed, served.model.content_id, served.sampling and served.sampling.seed]
         with self._seeds.drawn(canonical_json(origin), [prompt.token_ids for prompt in prompts], ask) as seeds:
+            ends = served.turn_ends if ask.is_chat and not ask.params.ignore_eos else ()
             requests = [
-                Request(f"served-{next(self._numbers)}", prompt.token_ids, own, seed, prompt_text=prompt.text)
+                Request(
+                    f"served-{next(self._numbers)}", prompt.token_ids, own, seed, prompt_text=prompt.text, ends=ends
+                )
                 for prompt, own, drawn in zip(prompts, params, seeds, strict=True)
                 for seed in drawn
             ]
@@ -197,7 +203,8 @@ class ServedEngine:
 
     async def _ready(self, model: ModelRef) -> Served:
         tokenizer = await _in_thread(lambda: load_tokenizer(model.folder))
-        return Served(model, None, tokenizer, Writer(tokenizer, self._name, self._parses_tools))
+        ends = await _in_thread(lambda: turn_ends(model.folder, tokenizer))
+        return Served(model, None, tokenizer, Writer(tokenizer, self._name, self._parses_tools), ends)
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:

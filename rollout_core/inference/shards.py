@@ -28,7 +28,7 @@ from rollout_core.base.ids import ContentId, SampleIds, canonical_json, content_
 from rollout_core.base.trusted import trusted
 from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import Sample, identify, identities_of
+from rollout_core.data.samples import Sample, ends_of, identify, identities_of
 from rollout_core.data.text import try_prompts, with_own_bos
 from rollout_core.inference.batch import (
     BatchOptions,
@@ -127,7 +127,12 @@ def shard_row(line: bytes) -> ShardRow:
 
 
 def shard_samples(
-    tokenizer: Any, rows: Sequence[ShardRow], identities: SampleIds, *, samples_per_prompt: int = 1
+    tokenizer: Any,
+    rows: Sequence[ShardRow],
+    identities: SampleIds,
+    *,
+    samples_per_prompt: int = 1,
+    ends: Sequence[int] = (),
 ) -> tuple[list[Sample], dict[ContentId, str]]:
     """The samples of a shard's rows, tokenised and identified; and of those that cannot be tokenised the reason.
 
@@ -138,7 +143,7 @@ def shard_samples(
     occurrences = [shard_row.occurrence for shard_row in rows]
     own_bos = with_own_bos(tokenizer, prompts)
     samples = identify(
-        prompts, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos
+        prompts, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos, ends=ends
     )
     return samples, {
         samples[place * samples_per_prompt + copy].id: problem
@@ -342,7 +347,8 @@ def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[lis
     with _tokenizer(work.tokenizer_folder) as tokenizer:
         identities = identities_of(engine.model_id, work.params, known_ids(work.tokenizer_folder, tokenizer))
         rows = read_shard(objects, work.rows)
-        return shard_samples(tokenizer, rows, identities, samples_per_prompt=work.samples_per_prompt)
+        ends = ends_of(work.tokenizer_folder, tokenizer, [row for row, _ in rows], work.params)
+        return shard_samples(tokenizer, rows, identities, samples_per_prompt=work.samples_per_prompt, ends=ends)
 
 
 _idle_tokenizers: dict[Path, list[Any]] = {}

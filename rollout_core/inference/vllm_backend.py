@@ -195,7 +195,7 @@ class VLLMEngine(GathersStream):
 
         params = request.params
         # Beside the ends that vLLM knows of itself; its own reading of the tokenizer may differ from ours.
-        ends = [] if params.ignore_eos else [self._tokenizer.eos_token_id]
+        ends = [] if params.ignore_eos else [self._tokenizer.eos_token_id, *request.ends]
         try:
             self._llm.llm_engine.add_request(
                 request.key,
@@ -230,7 +230,7 @@ class VLLMEngine(GathersStream):
             self._tokenizer,
             [request.prompt_token_ids for request in requests],
             [
-                told_tokens(output.outputs[0].token_ids, request.params)
+                told_tokens(output.outputs[0].token_ids, request.params, request.ends)
                 for output, request in zip(outputs, requests, strict=True)
             ],
         )

@@ -153,6 +153,15 @@ def vocab_size(folder: Path) -> int:
     return _text_config(folder).vocab_size
 
 
+def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Tokens at which every engine stops with the model of a folder: the tokenizer's EOS, and those of the generation
+    configuration, or of the model's where there is none."""
+    file = folder / "generation_config.json"
+    said = read_object(file if file.is_file() else folder / "config.json").get("eos_token_id")
+    named = said if isinstance(said, list) else [said]
+    return frozenset(token for token in (tokenizer.eos_token_id, *named) if type(token) is int)
+
+
 def known_ids(folder: Path, tokenizer: Any) -> int | None:
     """Where the model of a folder has outputs beyond the ids of its tokenizer (a vocabulary padded to a round number):
     how many ids the tokenizer has. They are the ones that are drawn, and among which probabilities are shared. None

@@ -29,6 +29,13 @@ from rollout_core.base.settings import Redaction, read_secret, without_passwords
 from rollout_core.base.watching import watched_downloads
 from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import check_adapter_fit, inspect_bounded
+from rollout_core.models.chat_templates import (
+    REPLACED_FILES,
+    TEMPLATE_FILE,
+    chosen_template,
+    own_template,
+    with_template,
+)
 from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
 from rollout_core.models.pretrained import (
     ADAPTER_CONFIG,
@@ -279,8 +286,21 @@ class Unchecked(Exception):
 def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> Iterator[Description]:
     """Configuration and tokenizer of ``source``, from where it is: this machine, the object store, or the hub.
 
-    Raises ConfigError when there is no such model, Unchecked when that is not known now.
+    Raises ConfigError when there is no such model or chat template, Unchecked when that is not known now.
     """
+    with _described(source, base, objects) as found:
+        if not source.changes_template:
+            yield found
+            return
+        text = chosen_template(source, base, lambda: own_template(found.folder))
+        files = model_files(found.folder, found.folder)
+        with linked_files({name: file for name, file in files.items() if name not in REPLACED_FILES}) as folder:
+            (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8", newline="")
+            yield Description(folder, found.has_weights)
+
+
+@contextmanager
+def _described(source: ModelSource, base: Path, objects: ObjectStore | None) -> Iterator[Description]:
     if is_short_id(source.uri) and not (base / source.uri).is_dir():
         # Where the store can be reached it is a whole one by now.
         raise Unchecked(f"model {source.uri}, as the object store cannot be reached")
@@ -329,12 +349,15 @@ def _stored_description(content_id: ContentId, objects: ObjectStore | None) -> I
 
 
 def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
-    """File the model of ``source``, its adapter merged in, in the object store and return its content id.
+    """File the model of ``source``, its adapter merged in and its chat template chosen, in the object store and return
+    its content id.
 
     Unchanged files are only hashed, not uploaded again. Raises ConfigError for a folder that is no usable model.
     """
     model = _import_folder(source, objects, base)
-    return model if source.adapter is None else import_adapted(model, source.adapter, objects, base)
+    if source.adapter is not None:
+        model = import_adapted(model, source.adapter, objects, base)
+    return with_template(model, source, objects, base)
 
 
 def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> ModelFacts | None:
@@ -344,9 +367,9 @@ def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> Model
 
 
 def mark_of_source(source: ModelSource, base: Path) -> ContentId | None:
-    """`mark_of` the files of ``source``, which is then a folder here without an adapter; None for others."""
+    """`mark_of` the files of ``source``, which is then a folder here, as it is, without an adapter; None for others."""
     folder, tokenizer = base / source.uri, base / (source.tokenizer or source.uri)
-    if source.adapter is not None or not folder.is_dir() or not tokenizer.is_dir():
+    if source.adapter is not None or source.changes_template or not folder.is_dir() or not tokenizer.is_dir():
         return None
     return mark_of(model_files(folder, tokenizer))
 

@@ -52,6 +52,7 @@ NOTE_REFS = (
     "runs/",
     "work/",
     "fan-out/",
+    "templated-models/",
     UPDATE_REFS,
 )
 """Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""

@@ -48,7 +48,8 @@ class AgentPlan(LearnerPlan):
             self.facts["agent"] = f"{config.function} ({code.id.short})"
         if self.has_chat_template is False:
             self.violations.append(
-                f"{what}: the model's tokenizer has no chat template, and agents talk in chats; add one to its folder"
+                f"{what}: the model's tokenizer has no chat template, and agents talk in chats; give one as "
+                "chat_template beside its uri"
             )
 
     def policy(self, what: str, settings: AgentGRPO | AgentPPO, backend: EngineConfig) -> None:

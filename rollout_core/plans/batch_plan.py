@@ -118,7 +118,7 @@ def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
     if rows.num_chats and plan.has_chat_template is False:
         raise ConfigError(
             f"{rows.num_chats} of {rows.count} rows hold chat messages, but the tokenizer has no chat template; give "
-            "plain text, or a model or model.tokenizer with a template"
+            "plain text, a model or model.tokenizer with a template, or model.chat_template"
         )
     return rows
 
@@ -171,6 +171,7 @@ def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
     found = plan.check("input.glob", lambda: try_prompts(plan.tokenizer, rows.sampled))
     if found is None:
         return
+    plan.conversations("input.glob", rows.sampled)
     token_ids, refused = found
     limit = context_limit(config.backend) or plan.max_positions
     problems = [length_problem(len(ids), config.sampling.max_tokens, limit) for ids in token_ids]

@@ -32,11 +32,13 @@ from rollout_core.data.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.data.datasets import PromptRow, RowT
 from rollout_core.data.partial_rollouts import carried_behind
 from rollout_core.data.samples import length_problem, refuse_long_prompts
-from rollout_core.data.text import tokenize_prompts
+from rollout_core.data.text import tokenize_prompts, without_tools
 from rollout_core.data.tokenized import known_longest, remember_longest
+from rollout_core.data.turn_ends import check_template, ends_no_turn, turn_ends
 from rollout_core.inference.base import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
+from rollout_core.models.chat_templates import template_in_words
 from rollout_core.models.facts import ModelFacts
 from rollout_core.models.locating import Unchecked, check_adapter, describe, recall_model
 from rollout_core.objects import ObjectStore
@@ -75,6 +77,7 @@ class Plan:
     trusts_notes: bool = False
     """What an earlier plan or run found of the same files, and noted in the object store, is not looked at again."""
     _notes: list[Callable[[], None]] = field(default_factory=list)
+    _about_template: list[str] = field(default_factory=list)
 
     def note(self, write: Callable[[], None]) -> None:
         """Have ``write`` note for later plans what this one found, once `done`: a refused run writes nothing."""
@@ -153,17 +156,59 @@ class Plan:
         if source.adapter is not None:
             self.facts["adapter"] = source.adapter
         self.model_source = source
-        self.model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
+        chosen = template_in_words(source)
+        if chosen is not None:
+            self.about_template(chosen)
+        self.model_facts = self.check(what, lambda: check_model(source, self.base, self.objects, self._template))
         if self.model_facts is None:
             return
         self.tokenizer = self.model_facts.tokenizer
         varies = how_prompts_vary(str(self.tokenizer.chat_template or ""))
         if varies:
-            self.facts["chat template"] = varies
+            self.about_template(varies)
         if self.model_facts.is_reward_model and not may_be_reward_model:
             self.violations.append(
                 f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
             )
+
+    def about_template(self, remark: str) -> None:
+        """Say something of the chat template, once."""
+        if remark not in self._about_template:
+            self._about_template.append(remark)
+            self.facts["chat template"] = "; ".join(self._about_template)
+
+    def _template(self, source: ModelSource, folder: Path, facts: ModelFacts) -> None:
+        """A template that the configuration gives writes a conversation, and where engines stop beside the model's
+        ends."""
+        tokenizer = facts.tokenizer
+        if source.changes_template:
+            check_template(tokenizer)
+        if ends := turn_ends(folder, tokenizer):
+            [end] = tokenizer.convert_ids_to_tokens(ends)
+            self.about_template(
+                f"ends a turn by {end} and the model stops at {tokenizer.eos_token}: in conversations engines stop at "
+                f"{end}, too"
+            )
+
+    def conversations(self, what: str, rows: Sequence[PromptRow]) -> None:
+        """Say where the chat template ends no turn, or leaves out tools."""
+        tokenizer = self.tokenizer
+        chats = [place for place, row in enumerate(rows) if row.messages is not None]
+        if not chats or tokenizer is None or not tokenizer.chat_template:
+            return
+
+        def look() -> None:
+            if ends_no_turn(tokenizer):
+                self.about_template(
+                    f"ends no turn: answers to {len(chats)} conversations of {what} (prompt {chats[0] + 1} the first) "
+                    f"end where the model writes {tokenizer.eos_token}, which SFT trains it to"
+                )
+            if hidden := without_tools(tokenizer, rows):
+                self.about_template(
+                    f"leaves out tools of {len(hidden)} conversations of {what} (prompt {hidden[0] + 1} the first)"
+                )
+
+        self.check(what, look)
 
     @property
     def max_positions(self) -> int | None:
@@ -210,6 +255,7 @@ class Plan:
         token_ids = self.check(what, lambda: tokenize_prompts(self.load_tokenizer(), rows))
         if token_ids is None:
             return 0
+        self.conversations(what, rows)
         longest = max(map(len, token_ids), default=0)
         if limit is not None:
             self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
@@ -256,6 +302,12 @@ class Plan:
             )
         if isinstance(config, OpenAIBackend):
             self.check(what, lambda: _try_endpoint(config))
+            if config.api == "chat" and self.model_source is not None and self.model_source.changes_template:
+                self.violations.append(
+                    f"{what}.api: the endpoint puts messages through its own chat template, and the model has "
+                    "chat_template or chat_template_kwargs; take api 'completions', which sends what they write, or "
+                    "leave them out"
+                )
         limit = context_limit(config)
         positions = self.max_positions
         if limit and positions and limit > positions:
@@ -280,8 +332,14 @@ def context_limit(backend: BackendConfig) -> int | None:
     return getattr(backend, "max_model_len", None)
 
 
-def check_model(source: ModelSource, base: Path, objects: ObjectStore | None = None) -> ModelFacts:
+def check_model(
+    source: ModelSource,
+    base: Path,
+    objects: ObjectStore | None = None,
+    look: Callable[[ModelSource, Path, ModelFacts], None] = lambda source, folder, facts: None,
+) -> ModelFacts:
     """All that can be said of ``source`` before any work; of what is elsewhere, by configuration and tokenizer alone.
+    ``look`` gets the folder with these, while it is there.
 
     Raises ConfigError for what is wrong, Unchecked when neither can be had now.
     """
@@ -289,6 +347,7 @@ def check_model(source: ModelSource, base: Path, objects: ObjectStore | None = N
         facts = found.inspect()
         if source.adapter is not None:
             check_adapter(source.adapter, found.folder, base, objects)
+        look(source, found.folder, facts)
         return facts
 
 

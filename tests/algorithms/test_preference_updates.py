@@ -15,7 +15,7 @@ from rollout_core.algorithms import dataset_updates, preference as reference_mod
 from rollout_core.algorithms.dataset_updates import _computed_otherwise, preference_update
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import reference_logprobs
-from rollout_core.algorithms.supervised import load_reward_model, set_padding, until_eos
+from rollout_core.algorithms.supervised import load_reward_model, set_padding, until_end
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOAlgorithm, DPOSettings, parse_config
@@ -223,9 +223,9 @@ def test_a_policy_from_preferences_is_a_usable_model(tiny_model, tmp_path):
 
 
 def test_sequences_end_where_engines_end_them():
-    assert until_eos([5, 9, 7], eos=9) == [5, 9]
-    assert until_eos([9, 5, 9], eos=9) == [9, 5, 9]
-    assert until_eos([5, 7], eos=9) == [5, 7]
+    assert until_end([5, 9, 7], {9}) == [5, 9]
+    assert until_end([9, 5, 9], {9}) == [9, 5, 9]
+    assert until_end([5, 7], {9}) == [5, 7]
 
 
 def test_padding_with_eos_is_left_unnamed(tiny_model):

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -410,3 +411,24 @@ def test_an_engine_rests_where_nobody_uses_it_and_is_woken_by_its_next_use(tiny,
     rest_engine()
     with engine(SCRIPTED, tiny) as other:
         assert other is not first
+
+
+def cut(request: Request, completion: Completion) -> Request:
+    """The same request, which one of the tokens that were drawn ends."""
+    return replace(request, ends=[completion.token_ids[len(completion.token_ids) // 2]])
+
+
+def test_a_token_that_ends_a_turn_ends_a_completion_and_is_no_part_of_its_text(hf, tokenizer):
+    params = SamplingParams(temperature=0.9, max_tokens=24)
+    asked = requests(tokenizer, params)
+    whole = hf.generate(asked)
+    for request, completion in zip(asked, whole, strict=True):
+        [got] = hf.generate([cut(request, completion)])
+        place = list(completion.token_ids).index(cut(request, completion).ends[0])
+        assert got.token_ids == list(completion.token_ids)[: place + 1] and got.finish_reason == "stop"
+        assert completion.text.startswith(got.text)
+        assert got.text == hf._text(request, completion.token_ids[:place])
+        # Before min_tokens nothing ends it, and nothing where ends are ignored.
+        ignoring = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
+        [going] = hf.generate([replace(cut(request, completion), params=ignoring)])
+        assert going.finish_reason == "length"

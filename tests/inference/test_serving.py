@@ -127,6 +127,28 @@ async def test_tokens_are_those_of_the_backend(chatty):
         assert again.choices[0].prompt_token_ids == ids
 
 
+async def test_a_chat_stops_where_the_template_ends_a_turn_and_a_text_does_not(chat_base):
+    backend, model = TransformersBackend(), ref(chat_base)
+    tokenizer = load_tokenizer(model.folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    fields = {"max_tokens": 12, "temperature": 0.0, "min_tokens": 2}
+    async with serving(backend, model) as (_, client):
+        answer = await chat(client, return_token_ids=True, **fields)
+        ids = answer.prompt_token_ids
+        assert tokenizer.decode(ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+        text = await client.completions.create(
+            model="policy", prompt=ids, extra_body={"return_token_ids": True, "min_tokens": 2}, **fields_of(fields)
+        )
+    direct, greedy = TransformersEngine(backend, model), SamplingParams(**fields)
+    for got, ends in ((answer, [end]), (text, [])):
+        [wanted] = direct.generate([Request("x", ids, greedy, 1, ends=ends)])
+        assert got.choices[0].token_ids == wanted.token_ids
+
+
+def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "min_tokens"}
+
+
 async def test_a_text_is_tokenised_with_one_bos_or_without_special_tokens(tmp_path, chatty):
     folder = tmp_path / "adds bos"
     shutil.copytree(chatty[0].folder, folder)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -319,3 +320,15 @@ def test_an_engine_that_slept_reads_its_weights_again_and_answers_as_before(vllm
         assert vllm_engine.generate(asked) == before
     finally:
         vllm_engine._config = vllm_engine._config.model_copy(update={"sleep": False})
+
+
+def test_a_token_that_ends_a_turn_ends_a_completion_as_with_transformers(vllm_engine, hf, tokenizer):
+    asked = requests(tokenizer, GREEDY)
+    whole = hf.generate(asked)
+    ended = [
+        replace(request, ends=[completion.token_ids[len(completion.token_ids) // 2]])
+        for request, completion in zip(asked, whole, strict=True)
+    ]
+    expected = hf.generate(ended)
+    assert {completion.finish_reason for completion in expected} == {"stop"}
+    assert_alike(vllm_engine.generate(ended), expected)

@@ -513,6 +513,64 @@ def test_a_chat_template_that_asks_for_the_date_is_told(work: Path):
 # Chat rows
 
 
+def test_a_given_chat_template_is_told_and_read(work: Path):
+    jsonl(work / "sft.jsonl", CHAT)
+    (work / "chat.jinja").write_text("{% set mark = mark or '>' %}" + TEMPLATE.replace("}}>", "}}{{ mark }}"))
+    given = {"algorithm__base_model__chat_template": "chat.jinja"}
+    told = plan("train-sft", work, **given)
+    assert told["chat template"].startswith("chat.jinja") and told["sft rows"] == 1
+    values = {"algorithm__base_model__chat_template_kwargs": {"mark": "]"}}
+    assert plan("train-sft", work, **given, **values)["chat template"].startswith('chat.jinja, with mark = "]"')
+    message = refusal("train-sft", work, **given, algorithm__base_model__chat_template_kwargs={"mrak": "]"})
+    assert message == (
+        "algorithm.base_model: chat_template_kwargs: chat_template chat.jinja never reads 'mrak'; did you mean 'mark'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ raise_exception('no user') }}", "the chat template refuses these messages: no user, which are one of a"),
+        ("{{ messages[0].role }}", "the chat template leaves out what a user says; expected one that writes messages"),
+        ("{% for m in messages %}\n{{ m.content }}", "chat_template, line 2: not a Jinja template: Unexpected end of"),
+        ("nowhere.jinja", "chat_template nowhere.jinja cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["train-grpo", "infer-batch", "nightly"])
+def test_a_given_chat_template_that_is_none_is_refused(work: Path, kind: str, template: str, expected: str):
+    key = "algorithm.base_model" if kind == "train-grpo" else "model"
+    message = refusal(kind, work, **{f"{key}.chat_template".replace(".", "__"): template})
+    assert message.startswith(f"{key}: ") and expected in message
+
+
+def test_where_a_turn_ends_and_what_the_template_leaves_out_is_told(work: Path, chat_base: Path):
+    asked = {"messages": CHAT["messages"][:1], "answer": "1 2"}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    jsonl(work / "prompts.jsonl", {"prompt": "sort 1 =", "answer": "1"}, asked, {**asked, "tools": [tool]})
+    shutil.copytree(chat_base, work / "base")
+    given = {"algorithm__base_model__uri": "base"}
+    told = plan("train-grpo", work, **given)["chat template"]
+    assert told == (
+        "ends a turn by <|im_end|> and the model stops at <|endoftext|>: in conversations engines stop at <|im_end|>, "
+        "too; leaves out tools of 1 conversations of algorithm.prompts.path (prompt 3 the first)"
+    )
+    endless = plan("train-grpo", work, **given, algorithm__base_model__chat_template=TEMPLATE)["chat template"]
+    assert endless.startswith("given as text; ends no turn: answers to 2 conversations of algorithm.prompts.path (prom")
+    jsonl(work / "prompts.jsonl", asked, {**asked, "tools": [tool]})
+    batch = plan("infer-batch", work, model__uri="base")["chat template"]
+    assert batch.endswith("leaves out tools of 1 conversations of input.glob (prompt 2 the first)")
+    jsonl(work / "sft.jsonl", {"prompt": "a", "completion": "b"}, CHAT)
+    (work / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    report = plan("train-sft", work)["data report"]
+    assert report["rows ended with EOS, as the template ends no turn"] == "1, sft.jsonl:2 the first"
+
+
+def test_an_endpoint_that_renders_chats_itself_takes_no_template(work: Path):
+    endpoint = {"kind": "openai", "url": "http://127.0.0.1:1/v1", "api": "chat"}
+    message = refusal("infer-batch", work, backend=endpoint, model__chat_template=TEMPLATE)
+    assert message.startswith("backend.api: the endpoint puts messages through its own chat template")
+
+
 @pytest.mark.parametrize(("kind", "name", "key"), FILES)
 def test_chat_rows_without_a_chat_template_are_refused(work: Path, kind: str, name: str, key: str):
     asked = {"messages": CHAT["messages"][:1], "answer": "1 2"}

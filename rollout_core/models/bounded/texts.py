@@ -37,7 +37,7 @@ class _TooSlow(Exception):
 
 def handle(request: dict[str, Any], step: Step) -> Any:
     """Answer one request; ``step`` gets the place of each item before it."""
-    operation = {"render": _render, "encode": _encode, "mark": _mark}[request["operation"]]
+    operation = {"render": _render, "encode": _encode, "mark": _mark, "look": _look}[request["operation"]]
     return operation(request, step)
 
 
@@ -236,3 +236,23 @@ def _mark(request: dict[str, Any], step: Step) -> list[Any] | None:
         stop = last + 1 if last else len(marked)
         marked[start:stop] = [True] * (stop - start)
     return [encoding.ids, marked]
+
+
+def _look(request: dict[str, Any], step: Step) -> list[Any]:
+    """Line and words of what is wrong with a template, if anything; and the names that it reads."""
+    from jinja2 import TemplateSyntaxError, meta
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,  # pyright: ignore[reportPrivateUsage] - the environment that it is rendered in
+    )
+
+    try:
+        with _time_limit(request["seconds"]):
+            environment = _compile_jinja_template(request["template"]).environment
+            names = meta.find_undeclared_variables(environment.parse(request["template"]))
+    except TemplateSyntaxError as error:
+        return [error.lineno, " ".join(well_formed(str(error.message)).split())[:500], []]
+    except _TooSlow:
+        return [None, f"it takes more than {request['seconds']:g} s to compile", []]
+    except Exception as error:  # noqa: BLE001 - whatever compiling raises
+        return [None, _words(error), []]
+    return [None, None, sorted(names)]

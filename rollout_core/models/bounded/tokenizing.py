@@ -29,6 +29,9 @@ BEYOND_LIMITS = 3
 _CHANCE = re.compile(r"\blipsum\b|\|\s*random\b|['\"]random['\"]")
 _CLOCK = re.compile(r"\bstrftime_now\b")
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables that every rendering gives."""
+
 _child = KeptChild("rollout_core.models.bounded.texts:handle", LIMITS)
 InT = TypeVar("InT")
 OutT = TypeVar("OutT")
@@ -105,6 +108,19 @@ def render(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
         return sum(map(characters, chat.plain())) + sum(map(characters, chat.tools))
 
     return _in_requests(chats, size, ask, known, "the chat template")
+
+
+def look_into(template: str, where: str) -> frozenset[str]:
+    """Names of the variables that a chat template reads. Raises ConfigError, which begins with ``where``, for what is
+    no template."""
+    try:
+        line, problem, names = _child.call({"operation": "look", "template": template, "seconds": RENDER_SECONDS})
+    except (Ended, Fatal) as error:
+        raise ConfigError(f"{where} cannot be compiled: {error}") from error
+    if problem is not None:
+        place = "" if line is None else f", line {line}"
+        raise ConfigError(f"{where}{place}: not a Jinja template: {problem}")
+    return frozenset(names) - _GIVEN
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[list[int] | Problem]:
