@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,14 @@ def test_agents_are_refused_and_other_learners_take_it():
     GRPOSettings.model_validate({**FIELDS, "loss": "online_dpo", "async_depth": 1})
     with pytest.raises(ValidationError, match="partial_rollouts\n  Input should be None"):
         AgentGRPO.model_validate({**FIELDS, "base_model": {"uri": "x"}})
+
+
+def test_a_conversation_that_goes_on_ends_where_its_turn_does():
+    a, b = (replace(sample(name), ends=[9]) for name in "ab")
+    one = join([], [(a, drawn(a, [1, 2])), (b, drawn(b, [3, 9], "stop"))], FIRST, 0)
+    carried = decode_carried(encode_carried(one.carried))
+    [part] = [partial.next_part(SECOND, PART) for partial in unfinished(carried)]
+    assert part.ends == [9]
+    two = join(carried, [(part, drawn(part, [4, 9], "stop"))], SECOND, 1)
+    assert [partial.text for partial in two.whole] == ["1 2 4", "engine's"]
+    assert b'"ends"' not in encode_carried(join([], [(sample("c"), drawn(sample("c"), [1]))] * 2, FIRST, 0).carried)

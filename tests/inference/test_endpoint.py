@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler
@@ -117,6 +118,15 @@ def test_every_field_reaches_a_vllm_server_and_no_default_of_its_own_counts(serv
     assert completion.top_logprobs[0] == [(0, -0.5), (completion.token_ids[0], -1.0)], "none of probability 0"
     row = json.loads(encode_completion(completion))
     assert row["top_logprobs"][0] == [[0, -0.5], [completion.token_ids[0], -1.0]]
+
+
+def test_a_vllm_server_is_sent_the_token_that_ends_a_turn(server, engine_of, tokenizer):
+    for params, expected in (
+        (SamplingParams(max_tokens=9), [tokenizer.eos_token_id, 7]),
+        (SamplingParams(max_tokens=9, ignore_eos=True), []),
+    ):
+        engine_of().generate([replace(request, ends=[7]) for request in requests(tokenizer, params, ["hello"])])
+        assert server.asked[-1].body["stop_token_ids"] == expected
 
 
 def test_servers_of_other_makes_are_asked_only_what_openai_documents(server, engine_of, tokenizer):
