@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
 from rollout_core.config import ModelSource
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts
@@ -79,7 +80,7 @@ def test_a_template_makes_another_model_of_the_same_weights(tiny_model: Path, ob
     (tmp_path / "chat.jinja").write_text(SWITCH)
     (tmp_path / "copy.jinja").write_text(SWITCH)
 
-    def imported(**template: Any) -> str:
+    def imported(**template: Any) -> ContentId:
         return import_model(ModelSource(uri=str(tiny_model), **template), objects, tmp_path)
 
     of_file = imported(chat_template="chat.jinja")
