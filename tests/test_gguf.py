@@ -28,15 +28,19 @@ from rollout_core.models import gguf_reading
 from rollout_core.models.gguf_format import SPLITS, Split, split_name
 from rollout_core.models.gguf_header import read_header
 from rollout_core.models.gguf_reading import WeightType, read_gguf
-from rollout_core.models.locating import converted_before, import_gguf, import_model
+from rollout_core.models.locating import Unchecked, converted_before, import_gguf, import_model
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.imports import sources_of
 from rollout_core.objects.records import lineage_of
 from rollout_core.plans.plan import check_model
 from rollout_core.promotion.gguf_file import write_gguf
+from tests import test_models
 from tests.gguf_files import FAMILIES, make_model, sentence_piece, write_model
 from tests.test_cli import refused, rollout
+from tests.test_models import COMMIT
+
+hub = test_models.hub
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXTS = [
@@ -445,6 +449,58 @@ def test_import_by_command(tiny_gguf: Path, tiny_model: Path, tmp_path: Path, mo
     assert found.exit_code == 0 and len(found.stdout.strip()) == 64
     assert "--dtype is for GGUF files" in refused(rollout("import", str(tiny_model), "--dtype", "float32"))
     assert "model file 'no.gguf' does not exist" in refused(rollout("import", "no.gguf"))
+
+
+def test_a_file_on_the_hub_is_downloaded_when_it_is_brought_in(
+    hub: Any, tiny_gguf: Path, tmp_path: Path, objects: ObjectStore
+):
+    shutil.copytree(tiny_gguf.parent, tmp_path / "repository")
+    hub.folder = tmp_path / "repository"
+    source = ModelSource(uri="somebody/tiny/tiny.gguf")
+    with pytest.raises(Unchecked, match=r"somebody/tiny/tiny\.gguf, which is downloaded when the run starts"):
+        check_model(source, tmp_path)
+    model = import_model(source, objects, tmp_path)
+    assert model == import_model(ModelSource(uri=str(tiny_gguf)), objects, tmp_path)
+    assert check_model(source, tmp_path).vocab_size == 300, "by now it is here"
+    made = lineage_of(objects, model)
+    assert made is not None
+    found = sources_of(objects, made.inputs["file"])[0]
+    assert (found.hub_id, found.commit, found.place) == ("somebody/tiny", COMMIT, None)
+    with pytest.raises(ConfigError, match=r"the repository somebody/tiny has no file other\.gguf"):
+        import_model(ModelSource(uri="somebody/tiny/other.gguf"), objects, tmp_path)
+
+
+def test_a_model_of_the_hub_is_brought_in_by_command(
+    hub: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
+    found = {rollout("import", address).stdout for address in ("somebody/tiny", str(tiny_model))}
+    assert len(found) == 1 and len(found.pop().strip()) == 64
+    assert "neither a folder here nor a hub repository" in refused(rollout("import", "somebody/else"))
+
+
+def test_a_run_is_refused_by_its_plan_with_one_line(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "short.gguf").write_bytes(tiny_gguf.read_bytes()[:-100])
+    write_model(tmp_path / "odd.gguf", "llama", make_model("llama"), settings={"logit_scale": 2.0})
+    for uri, problem in (
+        ("short.gguf", "short.gguf ends within tensor"),
+        ("odd.gguf", "llama.logit_scale = 2.0"),
+        ("none.gguf", "model file 'none.gguf' does not exist"),
+    ):
+        lines = refused(rollout("train", "sft", "--model", uri, "--data", "rows.jsonl", "--dry-run"))
+        assert problem in lines and len(lines.strip().splitlines()) == 1
+    (tmp_path / "folder").mkdir()
+    shutil.copy(tiny_gguf, tmp_path / "folder")
+    assert "give one: " in refused(rollout("import", "folder"))
+    for file in ("short.gguf", "odd.gguf"):
+        (tmp_path / file).unlink()
+    done = rollout("train", "sft", "--model", str(tiny_gguf), "--data", "rows.jsonl", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    found = rollout("init", "sft")
+    assert found.exit_code == 0 and "model folder/tiny.gguf" in found.stdout, found.stderr
 
 
 # A real file

@@ -268,6 +268,9 @@ def _locate(uri: str, revision: str | None, base: Path, what: str, download: boo
     folder = base / uri
     if folder.is_dir():
         check_entries(folder)
+        held = sorted(file.name for file in folder.iterdir() if is_gguf(file))
+        if what == "model" and held and not (folder / "config.json").is_file():
+            raise ConfigError(f"model folder {folder} has no config.json, but GGUF files; give one: {folder / held[0]}")
         return folder
     if uri.lower().endswith(ENDING):
         return _locate_file(uri, revision, folder, what, download)
