@@ -513,6 +513,11 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted(file, tmp_path_factory.mktemp("smollm2") / "model", "bfloat16")
 
 
+def test_the_real_file_makes_the_same_folder_everywhere(smollm2: Path, objects: ObjectStore):
+    """Made on x86-64 with gguf 0.19; `rollout import` of the file prints it. It changes with `READ_VERSION` alone."""
+    assert objects.put_tree(smollm2) == "b51b254a5a771af8db8e0f7682ea063b97dac2feb713006b81ae512e37a7b8c7"
+
+
 def test_the_real_model_speaks(smollm2: Path):
     model = AutoModelForCausalLM.from_pretrained(smollm2)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
