@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from prefect import Flow
@@ -18,13 +19,16 @@ from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSource, Run, RunCost
 from rollout_core.models.chat_templates import with_template
+from rollout_core.models.gguf_header import is_gguf
 from rollout_core.models.locating import (
+    converted_before,
     import_adapter,
     import_model as file_model,
     locate_model,
     locate_tokenizer,
     merged_before,
 )
+from rollout_core.objects import ObjectStore
 from rollout_core.objects.overlay import overlaid
 from rollout_core.objects.records import Model
 from rollout_core.promotion.history import history_of
@@ -147,10 +151,12 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
     """As `import_model` does, but an adapter is not merged in, which takes the whole files and the time of a run."""
     source: ModelSource = inputs["source"]
     objects, base = result_storage().objects(), working_folder()
-    if source.adapter is None:
-        return Model(model=file_model(source, objects, base))
     plain = {"adapter": None, "chat_template": None, "chat_template_kwargs": {}}
-    model = file_model(source.model_copy(update=plain), objects, base)
+    model = _file_model(source.model_copy(update=plain), objects, base)
+    if model is None:
+        return None
+    if source.adapter is None:
+        return Model(model=with_template(model, source, objects, base))
     merged = merged_before(model, import_adapter(source.adapter, objects, base), objects)
     if merged is None:
         rehearsal_remark(
@@ -159,6 +165,19 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
         )
         return None
     return Model(model=with_template(merged, source, objects, base))
+
+
+def _file_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId | None:
+    """As `file_model` does; of a GGUF file only what was made of it before."""
+    found = locate_model(source, base, download=False)
+    if found is None or not is_gguf(found):
+        return file_model(source, objects, base)
+    model = converted_before(source, objects, base)
+    if model is None:
+        rehearsal_remark(
+            f"{source.uri}: converted from GGUF when the run starts; what is made of it counts as not cached"
+        )
+    return model
 
 
 def _latest_model(inputs: dict[str, Any]) -> Latest:

@@ -9,6 +9,7 @@ from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, source_of_rows
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
+from rollout_core.models.gguf_header import is_gguf
 from rollout_core.models.locating import import_model as file_model, locate_model
 from rollout_core.objects.addresses import complete_object_id
 from rollout_core.objects.imports import record_import
@@ -23,8 +24,11 @@ from tasks.stage import current_stage, stage
 @stage(version=1, cached=False, imports=True)
 def import_model(source: ModelSource) -> Model:
     """File a model folder or hub model in the object store; unchanged files are only hashed."""
-    if locate_model(source, connections.working_folder(), download=False) is None and not is_content_id(source.uri):
+    found = locate_model(source, connections.working_folder(), download=False)
+    if found is None and not is_content_id(source.uri):
         stage_logger().info("model %s is downloaded from the hub", source.uri)
+    if found is not None and is_gguf(found):
+        stage_logger().info("model %s is converted from GGUF, unless that was done before", source.uri)
     with import_progress(f"Model {source.uri}"):
         return Model(model=file_model(source, current_stage().objects, connections.working_folder()))
 

@@ -21,6 +21,7 @@ INSIDE_FUNCTIONS = {
     "flows.cli.common": "--help need not wait for it, and Prefect reads its server's address when it is imported",
     "flows.cli.agents": "--help need not wait for it",
     "flows.cli.completion": "--help need not wait for it",
+    "flows.cli.imports": "--help need not wait for it",
     "flows.cli.init": "--help need not wait for it",
     "flows.cli.lineage": "--help need not wait for it",
     "flows.cli.plan": "--help need not wait for Prefect",

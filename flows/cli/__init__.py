@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import agents, completion, init, lineage, plan, promotion, results, runs, snapshots, storage
+from flows.cli import agents, completion, imports, init, lineage, plan, promotion, results, runs, snapshots, storage
 from flows.cli.common import one_line_errors
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.add_typer(storage.storage_app, name="storage")
 app.add_typer(storage.store_app, name="store")
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
+app.command("import")(imports.import_model)
 app.command("nightly")(runs.nightly)
 app.command("runs")(results.runs)
 app.command("show")(results.show)

@@ -194,8 +194,9 @@ class ModelSource(Settings):
     """Where a model comes from. Its content, not this address, enters cache keys."""
 
     uri: Address = Field(min_length=1)
-    """A folder in Hugging Face format, a hub id such as ``Qwen/Qwen2.5-0.5B-Instruct``, or the content id of a
-    checkpoint in the object store."""
+    """A folder in Hugging Face format, a GGUF file, a hub id such as ``Qwen/Qwen2.5-0.5B-Instruct``, or the content id
+    of a checkpoint in the object store. A GGUF file is made a folder with weights in bfloat16, once; on the hub it is
+    ``owner/name/file.gguf``."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     tokenizer: Address | None = None

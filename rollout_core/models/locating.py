@@ -37,6 +37,8 @@ from rollout_core.models.chat_templates import (
     with_template,
 )
 from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
+from rollout_core.models.gguf_header import ENDING, is_gguf, parts_of
+from rollout_core.models.gguf_reading import DEFAULT_TYPE, READ_VERSION, ModelFromGGUF, WeightType, read_gguf
 from rollout_core.models.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -45,14 +47,16 @@ from rollout_core.models.pretrained import (
     adapted,
     load_causal_lm,
     tokenizer_files,
+    tokenizer_id,
 )
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.records import record_derivation
+from rollout_core.objects.trees import hash_file
 from rollout_core.objects.unstored import check_stored
 
-MERGE_STAGE = "merge_adapter"
+MERGE_STAGE, CONVERT_STAGE = "merge_adapter", "convert_gguf"
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _NEAR = 0.7
 """Similarity of names, as difflib has it."""
@@ -226,14 +230,28 @@ class Description:
 
     folder: Path
     has_weights: bool
+    file: Path | None = None
+    """The GGUF file that it was made of. The weights then have holes in place of their numbers."""
 
     def inspect(self) -> ModelFacts:
         """`inspect_model` under limits, or as much of it as there is."""
-        return inspect_bounded(self.folder, has_weights=self.has_weights)
+        with _named_as(self.file, self.folder):
+            return inspect_bounded(self.folder, has_weights=self.has_weights)
+
+
+@contextmanager
+def _named_as(file: Path | None, folder: Path) -> Iterator[None]:
+    """Errors name the file in place of the folder that was made of it."""
+    try:
+        yield
+    except ConfigError as error:
+        if file is None:
+            raise
+        raise ConfigError(str(error).replace(str(folder), str(file))) from error
 
 
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
-    """Local folder of ``source``; None for a content id, or for a hub id that is yet to be downloaded.
+    """Local folder or GGUF file of ``source``; None for a content id, or for what is yet to be downloaded from the hub.
 
     ``base`` is the folder relative paths start from. Raises ConfigError when there is nothing at that address.
     """
@@ -257,7 +275,12 @@ def _locate(uri: str, revision: str | None, base: Path, what: str, download: boo
     folder = base / uri
     if folder.is_dir():
         check_entries(folder)
+        held = sorted(file.name for file in folder.iterdir() if is_gguf(file))
+        if what == "model" and held and not (folder / "config.json").is_file():
+            raise ConfigError(f"model folder {folder} has no config.json, but GGUF files; give one: {folder / held[0]}")
         return folder
+    if uri.lower().endswith(ENDING):
+        return _locate_file(uri, revision, folder, what, download)
     if not looks_like_hub_id(uri) or uri.startswith((".", "/")):
         advice = _meant(uri, base) or "give a folder or a hub id"
         raise ConfigError(f"{what} folder {uri!r} does not exist (looked at {folder}); {advice}")
@@ -265,6 +288,33 @@ def _locate(uri: str, revision: str | None, base: Path, what: str, download: boo
         return fetch_from_hub(uri, revision, what, MODEL_FILES, download=download)
     except ConfigError as error:
         raise _with_meant(error, uri, base) from error
+
+
+def _locate_file(uri: str, revision: str | None, file: Path, what: str, download: bool) -> Path | None:
+    """A GGUF file, here or (``owner/name/file.gguf``) in a repository on the hub."""
+    if what != "model":
+        raise ConfigError(f"{what} {uri!r} is a GGUF file; give a folder or a hub id")
+    if is_gguf(file):
+        return file
+    on_hub = _FILE_ON_HUB.fullmatch(uri)
+    if on_hub is None or file.parent.is_dir():
+        raise ConfigError(
+            f"{what} file {uri!r} does not exist (looked at {file}); give a GGUF file, a folder, a hub id, or "
+            "OWNER/NAME/FILE.gguf for a file on the hub"
+        )
+    repository, name = on_hub.groups()
+    parts = re.sub(r"-\d{5}-of-(\d{5})(?=\.gguf$)", r"-?????-of-\1", name, flags=re.IGNORECASE)
+    folder = fetch_from_hub(repository, revision, what, [parts], download=download)
+    if folder is None:
+        return None
+    if not is_gguf(folder / name):
+        if not download:
+            return None
+        raise ConfigError(f"{what} {uri!r}: the repository {repository} has no file {name}")
+    return folder / name
+
+
+_FILE_ON_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/([^/].*)")
 
 
 def _meant(uri: str, base: Path) -> str:
@@ -308,6 +358,18 @@ def _described(source: ModelSource, base: Path, objects: ObjectStore | None) -> 
     if model is None and is_content_id(source.uri):
         with _stored_description(ContentId(source.uri), objects) as folder:
             yield Description(folder, has_weights=False)
+        return
+    if model is None and source.uri.lower().endswith(ENDING):
+        raise Unchecked(f"model {source.uri}, which is downloaded when the run starts")
+    if model is not None and is_gguf(model):
+        tokenizer = None
+        if source.tokenizer is not None:
+            tokenizer = locate_tokenizer(source, base, download=False) or _hub_description(
+                source.tokenizer, None, base, "tokenizer"
+            )
+        with scratch_folder("gguf") as folder:
+            read_gguf(model, folder, tokenizer=tokenizer)
+            yield Description(folder, has_weights=True, file=model)
         return
     own = model or _hub_description(source.uri, source.revision, base, "model")
     if source.tokenizer is None:
@@ -380,6 +442,8 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
         content_id = ContentId(source.uri)
         check_stored(content_id, objects)
         return content_id
+    if is_gguf(folder):
+        return import_gguf(source, objects, base).model
     tokenizer = locate_tokenizer(source, base)
     assert tokenizer is not None, "what was downloaded has a folder"
     files = model_files(folder, tokenizer)
@@ -398,6 +462,92 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
         own = tokenizer_files(tokenizer)
         record_import(objects, filed, _source_of(tokenizer, source.tokenizer, own, None, "tokenizer"))
     return filed
+
+
+@dataclass(frozen=True)
+class ImportedGGUF:
+    """A model that is filed."""
+
+    model: ContentId
+    facts: ModelFromGGUF | None
+    """None where it was converted before."""
+
+
+@dataclass(frozen=True)
+class _GGUFInput:
+    """What decides over the model that is made of a file."""
+
+    file: Path
+    content: ContentId
+    """Of the file; of several parts, of all their contents."""
+    tokenizer: Path | None
+    """A folder whose tokenizer takes the place of the file's."""
+    dtype: WeightType
+
+    def ref(self) -> str:
+        named = None if self.tokenizer is None else tokenizer_id(self.tokenizer)
+        return f"gguf-models/{content_id('gguf-model/1', [READ_VERSION, self.content, named, self.dtype])}"
+
+
+def import_gguf(
+    source: ModelSource, objects: ObjectStore, base: Path, dtype: WeightType = DEFAULT_TYPE
+) -> ImportedGGUF:
+    """File the model of a GGUF file as a model folder, unless that was done before. Needs scratch space for the whole
+    model, and memory for some rows of it. Raises ConfigError for a file that is not understood."""
+    given = _gguf_input(source, base, dtype, download=True)
+    assert given is not None, "what was downloaded has a file"
+    before = mark_of({part.name: part for part in parts_of(given.file)})
+    filed, facts = _converted(given, objects), None
+    if filed is None:
+        with scratch_folder("gguf") as folder:
+            facts, write_weights = read_gguf(given.file, folder, dtype, tokenizer=given.tokenizer)
+            with _named_as(given.file, folder):
+                inspect_bounded(folder, has_weights=True)
+            write_weights()
+            if mark_of({part.name: part for part in parts_of(given.file)}) != before:
+                raise Conflict(f"{given.file} changed while it was read; run again when nobody writes to it")
+            filed = objects.put_tree(folder)
+        objects.set_ref(given.ref(), filed)
+    _record_gguf(given, filed, source, objects)
+    return ImportedGGUF(filed, facts)
+
+
+def converted_before(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId | None:
+    """What `import_gguf` made of a file that is here, if it did and all of it is still there."""
+    given = _gguf_input(source, base, DEFAULT_TYPE, download=False)
+    return None if given is None else _converted(given, objects)
+
+
+def _converted(given: _GGUFInput, objects: ObjectStore) -> ContentId | None:
+    known = objects.cached_ref(given.ref())
+    return known if known is not None and objects.tree_is_present(known) else None
+
+
+def _gguf_input(source: ModelSource, base: Path, dtype: WeightType, *, download: bool) -> _GGUFInput | None:
+    file = locate_model(source, base, download=download)
+    tokenizer = None if source.tokenizer is None else locate_tokenizer(source, base, download=download)
+    if file is None or (tokenizer is None and source.tokenizer is not None):
+        return None
+    hashes = [hash_file(part).content_id for part in parts_of(file)]
+    content = hashes[0] if len(hashes) == 1 else content_id("gguf-parts/1", hashes)
+    return _GGUFInput(file, content, tokenizer, dtype)
+
+
+def _record_gguf(given: _GGUFInput, filed: ContentId, source: ModelSource, objects: ObjectStore) -> None:
+    """The model is made of the file's content, and that was brought in from where the file is."""
+    parts = parts_of(given.file)
+    on_hub = _FILE_ON_HUB.fullmatch(source.uri) if hub_commit(given.file.parent) else None
+    place = None if on_hub else str(given.file.resolve())
+    found = source_of_files("model", source.uri, parts, place=place, hub_id=on_hub[1] if on_hub else None)
+    commit = hub_commit(given.file.parent) if on_hub else None
+    record_import(objects, given.content, found.model_copy(update={"revision": source.revision, "commit": commit}))
+    inputs: dict[str, str] = {"file": given.content, "dtype": given.dtype}
+    if given.tokenizer is not None and source.tokenizer is not None:
+        own = tokenizer_files(given.tokenizer)
+        inputs["tokenizer"] = objects.put_paths({file.name: file for file in own})
+        named = _source_of(given.tokenizer, source.tokenizer, own, None, "tokenizer")
+        record_import(objects, ContentId(inputs["tokenizer"]), named)
+    record_derivation(objects, CONVERT_STAGE, inputs, (filed,))
 
 
 def _source_of(

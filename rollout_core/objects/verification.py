@@ -245,6 +245,7 @@ CACHES = (
     "prompt-lengths",
     "pictures",
     "merged-models",
+    "gguf-models",
     "prompt-shards",
     "tokenized",
     "reference-logprobs",

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.models.gguf_header import is_gguf, parts_of, read_header
+
 MAX_DEPTH = 4
 MAX_ENTRIES = 20_000
 """Files and folders that are looked at; a folder that holds more is not a project's."""
@@ -51,7 +54,7 @@ class RowFile:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model in Hugging Face format."""
+    """A model in Hugging Face format, or a GGUF file."""
 
     path: str
     """From the folder that was looked at."""
@@ -71,21 +74,24 @@ class Surroundings:
 
 def look_around(folder: Path) -> Surroundings:
     """Models and files of rows in ``folder`` and the folders below it, but for hidden ones, links, environments, what
-    rollout keeps, and what cannot be read."""
+    rollout keeps, and what cannot be read. GGUF files count where there is no other model."""
     models: list[ModelFolder] = []
+    in_gguf: list[ModelFolder] = []
     files: list[RowFile] = []
     tables: list[RowFile] = []
     for path in _entries(folder):
         name = path.relative_to(folder).as_posix()
         if path.name == "config.json" and any(path.parent.glob("*.safetensors")):
             models.append(_model_folder(path, folder))
+        elif is_gguf(path):
+            in_gguf += _in_gguf(path, name)
         elif path.suffix in (".jsonl", ".parquet"):
             keys = _keys_of(path)
             files += [RowFile(name, keys)] if keys else []
         elif path.suffix in _SEPARATORS:
             columns = _columns_of(path)
             tables += [RowFile(name, columns)] if columns else []
-    return Surroundings(tuple(models), tuple(files), tuple(tables))
+    return Surroundings(tuple(models or in_gguf), tuple(files), tuple(tables))
 
 
 def row_file(path: Path, name: str) -> RowFile:
@@ -95,7 +101,21 @@ def row_file(path: Path, name: str) -> RowFile:
 
 def model_folder(path: Path, name: str) -> ModelFolder:
     """The model at ``path``, called ``name`` in the configuration; it may as well be on the hub."""
+    if is_gguf(path):
+        return next(iter(_in_gguf(path, name)), ModelFolder(name, None))
     return ModelFolder(name, _max_positions(path / "config.json"))
+
+
+def _in_gguf(path: Path, name: str) -> list[ModelFolder]:
+    """The model of a GGUF file; none of one that cannot be read, nor of a later part of one."""
+    try:
+        if parts_of(path)[0] != path:
+            return []
+        settings = read_header(path).settings
+    except ConfigError:
+        return []
+    found = settings.get(f"{settings.get('general.architecture')}.context_length")
+    return [ModelFolder(name, found if isinstance(found, int) and found > 1 else None)]
 
 
 def _entries(folder: Path) -> Iterator[Path]:

@@ -16,19 +16,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
+from rollout_core.models.gguf_format import ARCHITECTURES, rotated_heads, split_name
+from rollout_core.models.gguf_header import need_gguf
 from rollout_core.models.pretrained import read_config
 
 FILE = "model.gguf"
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""By the configuration's ``model_type``; what GGUF calls them."""
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_SPLITS = {_QWEN2: "qwen2", _LLAMA3: "llama-bpe"}
-"""How llama.cpp calls a split of texts, by its regular expression."""
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 
 
@@ -37,10 +30,7 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
 
     Raises ConfigError for a model or tokenizer that GGUF would hold as another, and where the package is missing.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError(f"--gguf needs a package: pip install '{DISTRIBUTION}[gguf]'") from error
+    gguf = need_gguf("--gguf")
     config = read_config(folder)
     _require_plain(config)
     kind = ARCHITECTURES[config.model_type]
@@ -92,23 +82,15 @@ def _split_of(folder: Path) -> str:
     """How llama.cpp calls the way a tokenizer cuts texts before it merges bytes. Raises ConfigError for other ones."""
     path = folder / "tokenizer.json"
     document = json.loads(path.read_bytes()) if path.is_file() else {"model": {}}
-    steps = document.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    kinds = [step.get("type") for step in steps]
-    is_bytes = document["model"].get("type") == "BPE" and not document["model"].get("byte_fallback")
-    if is_bytes and kinds and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
-        whole = steps[-1].get("use_regex", True)
-        if kinds == ["ByteLevel"] and whole:
-            return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and whole:
-            return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not whole:
-            expression = steps[0].get("pattern", {}).get("Regex")
-            if expression in _SPLITS and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
-                return _SPLITS[expression]
+    if (found := split_name(document)) is not None:
+        return found
+    model, steps = document["model"], document.get("pre_tokenizer") or {}
+    kinds = [step.get("type") for step in steps.get("pretokenizers", [steps])]
+    before = (document.get("normalizer") or {}).get("type")
     raise ConfigError(
-        f"--gguf takes byte-level BPE tokenizers that cut texts as GPT-2, SmolLM, Qwen 2 or Llama 3 do; {path} has a "
-        f"{document['model'].get('type')} model after {' and '.join(map(str, kinds))}"
+        "--gguf takes byte-level BPE tokenizers that cut texts as GPT-2, SmolLM, Qwen 2, Llama 3 or Tekken do; "
+        f"{path} has a {model.get('type')} model after {' and '.join(map(str, kinds))}"
+        + (f", and brings texts into another form first ({before})" if before else "")
     )
 
 
@@ -151,7 +133,10 @@ def _add_tokenizer(writer: Any, folder: Path, split: str, size: int) -> None:
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    SpecialVocab(folder, load_merges=True, n_vocab=size).add_to_gguf(writer, quiet=True)
+    words = SpecialVocab(folder, load_merges=True, n_vocab=size)
+    # What a file does not say is taken from its split, which is that of another tokenizer.
+    words.add_special_token = {"bos": False, "eos": False, **words.add_special_token}
+    words.add_to_gguf(writer, quiet=True)
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,8 +151,9 @@ def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _reordered(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
     """Llama's rotary embedding turns neighbours in GGUF, and halves of a head in Transformers."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if ARCHITECTURES[config.model_type] != "llama" or heads is None:
+    kind = ARCHITECTURES[config.model_type]
+    heads = rotated_heads(kind, name, config.num_attention_heads, config.num_key_value_heads)
+    if heads is None:
         return tensor
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

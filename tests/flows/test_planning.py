@@ -28,6 +28,7 @@ from rollout_core.objects.overlay import overlaid
 from rollout_core.objects.records import EvalReport, Record, Scores
 from tasks.stage import Stage
 from tests.conftest import PROJECT
+from tests.gguf_files import make_model, write_model
 from tests.plan.planning import TEMPLATE
 from tests.test_adapters import make_adapter
 
@@ -305,6 +306,29 @@ def test_a_plan_merges_no_adapter_and_knows_one_that_was_merged(
     locating.import_model(ModelSource(**source), objects, folder)
     monkeypatch.setattr(locating, "_merge", refuse)
     assert plan_run("train-sft", config).remarks == ()
+
+
+def test_a_gguf_file_is_planned_without_being_converted_and_the_run_converts_it_once(
+    folder: Path, prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.nightly import nightly as flow
+    from flows.planning import plan_run
+
+    write_model(folder / "tiny.gguf", "qwen2", make_model("qwen2"))
+    config = nightly(**{"model.uri": "tiny.gguf"})
+    before = plan_run("nightly", config)
+    assert not (tmp_path / "objects").exists()
+    said = "tiny.gguf: converted from GGUF when the run starts; what is made of it counts as not cached"
+    assert said in before.remarks and before.totals["computed"]
+    result = flow(config)
+    assert [(call.stage, call.label) for call in before.calls] == [(r["stage"], r["label"]) for r in result["stages"]]
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("it was converted before")
+
+    monkeypatch.setattr(locating, "import_gguf", refuse)
+    again = plan_run("nightly", config)
+    assert again.totals["computed"] == 0 and said not in again.remarks
 
 
 def test_every_kind_of_run_has_its_flow():

@@ -1,0 +1,76 @@
+"""`rollout import`: a model brought into the object store, from a GGUF file, a folder or the hub."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from flows.cli.common import Debug, one_line_errors
+from flows.cli.storage import StoragePath
+
+if TYPE_CHECKING:
+    from rollout_core.base.ids import ContentId
+    from rollout_core.config import ModelSource
+    from rollout_core.models.gguf_reading import WeightType
+    from rollout_core.objects import ObjectStore
+
+
+def import_model(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A GGUF file, a folder, a hub id, or OWNER/NAME/FILE.gguf on the hub."),
+    ],
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option("--dtype", help="What the numbers of a GGUF file become; default: bfloat16."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Folder or hub id of another tokenizer than the model's own.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Bring a model into the object store and print its content id; what was read is told on stderr.
+
+    A GGUF file becomes a Hugging Face folder: its numbers dequantized, its tokenizer and chat template rebuilt.
+    """
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.config import ModelSource
+
+        source = ModelSource(uri=model, revision=revision, tokenizer=tokenizer)
+        with object_store(storage) as objects:
+            typer.echo(_import(source, dtype, objects))
+
+
+def _import(source: ModelSource, dtype: WeightType | None, objects: ObjectStore) -> ContentId:
+    from rollout_core.base.errors import ConfigError
+    from rollout_core.models.gguf_header import ENDING
+    from rollout_core.models.gguf_reading import DEFAULT_TYPE
+    from rollout_core.models.locating import import_gguf, import_model as file_model
+
+    started = time.monotonic()
+    if not source.uri.lower().endswith(ENDING) or (Path.cwd() / source.uri).is_dir():
+        if dtype is not None:
+            raise ConfigError(f"--dtype is for GGUF files; {source.uri} keeps the type of its weights")
+        found = file_model(source, objects, Path.cwd())
+        _tell(source, f"{_size(objects, found)} of files", started)
+        return found
+    done = import_gguf(source, objects, Path.cwd(), dtype or DEFAULT_TYPE)
+    _tell(source, "converted before; nothing to do" if done.facts is None else str(done.facts), started)
+    return done.model
+
+
+def _tell(source: ModelSource, what: str, started: float) -> None:
+    sys.stderr.write(f"rollout: {source.uri}: {what}; {time.monotonic() - started:.1f} s\n")
+
+
+def _size(objects: ObjectStore, model: ContentId) -> str:
+    from rollout_core.base.processes import size_text
+
+    return size_text(objects.manifest(model).size_bytes)
