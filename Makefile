@@ -1,4 +1,5 @@
 # make run    set everything up and run the nightly example to a report
+# make real   set everything up and run the nightly flow on a model of 135 million parameters, to a report
 # make agents set everything up and train an agent that looks things up, to a report
 # make test   set everything up and run the tests
 # make test-fast  those that start no engine, no Prefect server and no other slow process
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
 PORT ?= 4200
 
-.PHONY: setup run agents test test-fast campaigns smoke check format serve bench docs docs-serve clean
+.PHONY: setup run real agents test test-fast campaigns smoke check format serve bench docs docs-serve clean
 
 setup: $(STAMP)
 
@@ -32,6 +33,10 @@ $(STAMP): requirements.txt pyproject.toml
 run: setup
 	$(BIN)/python examples/make_tiny.py
 	$(BIN)/rollout nightly --config $(CONFIG)
+
+real: setup
+	$(BIN)/python examples/real/make.py
+	$(BIN)/rollout nightly --config examples/real/nightly.toml
 
 agents: setup
 	$(BIN)/python examples/agents/make_lookup.py
