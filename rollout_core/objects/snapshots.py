@@ -179,13 +179,7 @@ class SnapshotStore:
         ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict. A snapshot
         that was let go is MissingObject, and from then on does not count as one, so that its stage runs again.
         """
-        try:
-            snapshot = self.get(snapshot_id)
-        except NotFound as error:
-            if self.was_let_go(snapshot_id) is None:
-                raise
-            self.forget(snapshot_id)
-            raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
+        snapshot = self._needed(snapshot_id)
         manifest = self._objects.manifest(snapshot.files)
         with appearing_folder(folder) as temporary:
             self._objects.get_files(manifest, temporary)
@@ -193,6 +187,22 @@ class SnapshotStore:
             found = hash_chunks(tar_stream(sizes, lambda path: read_file(temporary / path)))
             if found != snapshot.id:
                 raise _wrong_tar(snapshot, found)
+        return snapshot
+
+    def _needed(self, snapshot_id: ContentId) -> Snapshot:
+        try:
+            return self.get(snapshot_id)
+        except NotFound as error:
+            if self.was_let_go(snapshot_id) is None:
+                raise
+            self.forget(snapshot_id)
+            raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
+
+    def present(self, snapshot_id: ContentId) -> Snapshot:
+        """The record of a snapshot whose files are all there with the right sizes; they are not read, as a restore
+        verifies them. Raises as `restore` where one is not."""
+        snapshot = self._needed(snapshot_id)
+        self._objects.check_present(snapshot.files)
         return snapshot
 
     def export(self, snapshot_id: ContentId) -> Iterator[bytes]:

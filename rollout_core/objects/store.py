@@ -293,8 +293,20 @@ class ObjectStore:
             files = self.manifest(content_id).files
         except (MissingObject, CorruptObject):
             return False
+        return self._absent(files) is None
+
+    def check_present(self, content_id: ContentId) -> None:
+        """Raise MissingObject or CorruptObject, as `get_tree`, where `tree_is_present` is False."""
+        absent = self._absent(self.manifest(content_id).files)
+        if absent is not None:
+            raise self._missing(absent)
+
+    def _absent(self, files: Iterable[TreeFile]) -> ContentId | None:
+        """The first of these that is not there, or has another size."""
+        files = list(files)
         stats = self.in_parallel(lambda file: self.files.stat(blob_key(file.content_id)), files)
-        return all(stat is not None and stat.size == file.size for file, stat in zip(files, stats, strict=True))
+        found = zip(files, stats, strict=True)
+        return next((file.content_id for file, stat in found if stat is None or stat.size != file.size), None)
 
     def local_tree(self, content_id: ContentId, cache: Path) -> Path:
         """A folder with the tree's files at ``cache/<hex>``, fetched unless it is there already; verified either way.
