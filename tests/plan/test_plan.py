@@ -57,8 +57,8 @@ def test_a_disk_that_cannot_hold_the_states_of_all_iterations_is_refused(work: P
 
 
 def test_states_that_are_not_stored_are_no_part_of_the_estimate(work: Path):
-    def told(every: int, models: str = "each") -> str:
-        changes = {"algorithm__iterations": 8, "algorithm__snapshots__every_steps": 1000}
+    def told(every: int, models: str = "each", keep: str = "all") -> str:
+        changes = {"algorithm__iterations": 8, "algorithm__snapshots__every_steps": 1000, "run__keep_states": keep}
         changes["algorithm__store_models"] = models
         found = plan("train-grpo", work, **changes, algorithm__state_every=every)["resources"]
         assert ("grpo temporary disk (estimate)" in found) == (every > 1)
@@ -67,6 +67,8 @@ def test_states_that_are_not_stored_are_no_part_of_the_estimate(work: Path):
     assert " for 8 training states of " in told(1) and " and the model;" in told(1)
     assert " for 3 training states of " in told(3) and " and 6 models of " in told(3)
     assert " for 3 training states of " in told(3, "with_states") and " and the model;" in told(3, "with_states")
+    assert " for 2 training states of " in told(1, keep="last") and " and the model;" in told(1, keep="last")
+    assert " for 2 training states of " in told(3, keep="last") and " and 3 models of " in told(3, keep="last")
 
 
 def test_states_that_are_not_stored_need_room_for_two_beside_what_is_stored_on_the_same_disk(tmp_path, monkeypatch):
