@@ -25,6 +25,7 @@ from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
 from tasks.connections import objects, open_store
 from tasks.logs import stage_logger
 from tasks.promotion import snapshot
+from tasks.stage import retry
 
 
 class Keeping:
@@ -44,6 +45,9 @@ class Keeping:
 
     def later(self, checkpoint: Checkpoint) -> None:
         """The run has come to a state. If that is stored, those before it go."""
+        retry(lambda: self._later(checkpoint))
+
+    def _later(self, checkpoint: Checkpoint) -> None:
         state, store = checkpoint.train_state, objects()
         if not stand_on(store, state, self._run_id, self._run.name, self._was_killed):
             return
@@ -55,6 +59,9 @@ class Keeping:
 
     def give_up_model(self, checkpoint: Checkpoint) -> bool:
         """Have a model go whose state no run names any more; False while one does."""
+        return retry(lambda: self._give_up_model(checkpoint))
+
+    def _give_up_model(self, checkpoint: Checkpoint) -> bool:
         store = objects()
         if SnapshotStore(store).named_by(checkpoint.train_state):
             return False
@@ -118,5 +125,6 @@ def file_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
     if (kept := current_keeping()) is not None:
         kept.later(checkpoint)
     snapshots = SnapshotStore(objects())
-    if snapshots.was_let_go(checkpoint.train_state) is None or snapshots.is_present(checkpoint.train_state):
+    state = checkpoint.train_state
+    if retry(lambda: snapshots.was_let_go(state) is None or snapshots.is_present(state)):
         snapshot(checkpoint, name, label=label)

@@ -275,11 +275,12 @@ class Resumption:
         self._context.objects.set_ref(self._ref, snapshot.id)
         if is_best:  # until here an update that is taken up needs the one before
             self._keep_best(snapshot.id)
-        if self._drop_older():
-            free(self._context.objects)
+        dropped = self._drop_older()
+        if dropped:
+            free(self._context.objects, among=dropped)
 
-    def _drop_older(self) -> bool:
-        """Give up the snapshots that the settings do not keep; whether there were any."""
+    def _drop_older(self) -> set[ContentId]:
+        """Give up the snapshots that the settings do not keep; their manifests."""
         policy = self._settings.snapshots
         in_use = {snapshot_id for _, snapshot_id in self._context.objects.list_refs(PROGRESS_REFS)}
         kept = {"keep_last": policy.keep_last, "keep_every": policy.keep_every, "keep": in_use}
@@ -288,7 +289,7 @@ class Resumption:
             dropped += [found for found in self._snapshots.named_by(self._resumed) if found.label is None]
         for snapshot in {snapshot.ref: snapshot for snapshot in dropped}.values():
             self._snapshots.give_up(snapshot, run_id=None)
-        return bool(dropped)
+        return {snapshot.files for snapshot in dropped}
 
     def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state and its model, stored."""

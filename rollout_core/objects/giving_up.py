@@ -81,13 +81,17 @@ def give_up_model(objects: ObjectStore, model: ContentId, *, run_id: str, step: 
         objects.set_ref(f"{GIVEN_UP_REFS}/{model}", model)
 
 
-def free(objects: ObjectStore, *, extra_roots: Collection[ContentId] = ()) -> int:
+def free(
+    objects: ObjectStore, *, among: Collection[ContentId] | None = None, extra_roots: Collection[ContentId] = ()
+) -> int:
     """Delete the files of what was given up, but for those that anything names, or somebody puts at this moment.
 
-    ``extra_roots``: ids that are named elsewhere, such as in a database. Returns the bytes freed. Nothing is deleted
+    ``among``: manifests; default: all that were given up, also by runs that were killed since. ``extra_roots``: ids
+    that are named elsewhere, such as in a database. Returns the bytes freed. Nothing is deleted
     while a ref or a record is damaged, since it may have named anything.
     """
     words = {ContentId(name.rpartition("/")[2]): name for name in objects.ref_names(GIVEN_UP_REFS)}
+    words = {tree: name for tree, name in words.items() if among is None or tree in among}
     found: dict[ContentId, FileStat] = {}
     for tree in words:
         found |= _files(objects, tree)

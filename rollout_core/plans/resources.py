@@ -248,8 +248,9 @@ def states_of(
     most = stored * max(1, each) + best
     held = 2 if stored < updates else 0
     if keeps_last:
-        on_the_way = 0 if steps is not None and policy.every_steps > steps else policy.keep_last
-        most = min(most, 1 + max(1, on_the_way) + best)
+        on_the_way = policy.keep_last if more_by or steps is None or policy.every_steps < steps else 0
+        at_once = 1 + max(on_the_way, int(stored > 1)) + best
+        most = at_once if more_by else min(most, at_once)
         stored, apart, more_by = min(stored, 1), min(apart, 2), ""
     return States(ends=stored, most=most, more_by=more_by or None, models=1 + apart, held=held)
 

@@ -105,7 +105,7 @@ def test_states_by_tokens_and_seconds_are_more_than_steps_tell(work: Path):
     def told(**changes: Any) -> str:
         return plan("train-sft", work, **changes)["resources"]["sft disk (estimate)"]
 
-    steps = {"algorithm__budget__max_steps": 8, "algorithm__snapshots__every_steps": 4}
+    steps = {"algorithm__budget__max_steps": 8, "algorithm__snapshots__every_steps": 4, "run__keep_states": "all"}
     assert told(**steps).startswith("up to ")
     asked = {"algorithm__snapshots__every_tokens": 10, "algorithm__snapshots__every_seconds": 60.0}
     found = told(**steps, **asked)
@@ -114,6 +114,8 @@ def test_states_by_tokens_and_seconds_are_more_than_steps_tell(work: Path):
     assert "snapshots.every_tokens and snapshots.every_seconds" in found
     each = steps | {"algorithm__snapshots__every_steps": 1}  # there cannot be more
     assert told(**each, **asked) == told(**each)
+    last = told(**steps | {"run__keep_states": "last"}, **asked)
+    assert last.startswith("up to ") and " for 2 training states " in last, "however many are asked for"
 
 
 @pytest.mark.parametrize("kind", PLANS)
