@@ -13,6 +13,7 @@ from prefect import flow
 
 from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
+from flows.keeping import file_state
 from flows.report import (
     PAGE,
     Curve,
@@ -40,7 +41,7 @@ from tasks.connections import current_connections, objects, open_store, working_
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration
-from tasks.promotion import Promotion, latest_model, promote, snapshot
+from tasks.promotion import Promotion, latest_model, promote
 from tasks.rehearsing import planned, stages_end
 from tasks.stage import retry
 
@@ -188,7 +189,7 @@ def agent_iterations(
         else:
             checkpoint = ppo_update(*inputs, settings, **options)
         check_guards(settings, checkpoint, label)
-        snapshot(checkpoint, f"{config.run.name}/{kind}-{number + 1}", label=label)
+        file_state(checkpoint, f"{config.run.name}/{kind}-{number + 1}", label=label)
         log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
         iterations.append(AgentIteration(ended, experience, checkpoint))
         model, train_state = checkpoint.model, checkpoint.train_state

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from flows.keeping import current_keeping
 from rollout_core.algorithms.context import HeldStates
 from rollout_core.base.errors import OtherOutcome, RolloutError
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import Interruption, in_thread, run_interruptibly
 from rollout_core.config import OnPolicySettings
@@ -148,6 +149,12 @@ class TrainingStates:
         self._last: ContentId | None = None
         self._held: HeldStates | None = None
         """None where all are stored."""
+        self.best: ContentId | None = None
+        """A model that stays, as it was evaluated as the best one so far."""
+        self._spared: set[ContentId] = set()
+        """Models that iterations started from, which are not theirs to give up."""
+        self._models: dict[int, Checkpoint] = {}
+        """What iterations ended with whose models are stored."""
         self._missed_until = -1
         """The last iteration whose model is computed again where it is gone."""
         self._scratch = ExitStack()
@@ -165,6 +172,8 @@ class TrainingStates:
     def update(self, number: int, stage: UpdateStage, *inputs: Any, **options: Any) -> Checkpoint:
         """The update of iteration ``number`` (from 0), whose second argument is the state that it starts from."""
         train_state: ContentId | None = inputs[1]
+        if not self._done:
+            self._spared = {ContentId(value) for value in inputs if is_content_id(value)}
 
         def compute() -> Checkpoint:
             return stage(*inputs, **options)
@@ -179,19 +188,41 @@ class TrainingStates:
         done = _Done(number, stage.name, options["label"], train_state, compute, checkpoint)
         self._done[checkpoint.train_state] = done
         self._last = checkpoint.train_state
-        if number + 1 == self._settings.iterations and self._is_named_only(self._last):  # by a run of more iterations
+        if number + 1 == self._settings.iterations and self._is_of_a_longer_run(checkpoint):
             self._compute_again(self._missing(self._last))
         elif self._is_missed(number, checkpoint.model):
             self._compute_again([*self._missing(train_state), done])
+        self._give_up_models(number, checkpoint)
         return checkpoint
+
+    def _give_up_models(self, number: int, checkpoint: Checkpoint) -> None:
+        """Of iterations before ``number``, from whose models all samples are drawn."""
+        kept = current_keeping()
+        if kept is None:
+            return
+        self._models[number] = checkpoint
+        is_last = number + 1 == self._settings.iterations
+        first_needed = number if is_last else number - self._settings.async_depth
+        needed = {done.model for iteration, done in self._models.items() if iteration >= first_needed}
+        needed |= {self.best, *self._spared}
+        for iteration in [iteration for iteration in self._models if iteration < first_needed]:
+            done = self._models[iteration]
+            if done.model not in needed and kept.give_up_model(done):
+                del self._models[iteration]
 
     def is_stored(self, number: int, checkpoint: Checkpoint) -> bool:
         """Whether the state that iteration ``number`` left is stored, which an earlier run may have left out."""
-        return self._settings.stores_state(number) and not self._is_named_only(checkpoint.train_state)
+        state = checkpoint.train_state
+        is_gone = self._snapshots.was_let_go(state) is not None and not self._snapshots.is_present(state)
+        return self._settings.stores_state(number) and not is_gone
 
-    def _is_named_only(self, state: ContentId) -> bool:
-        noted = self._snapshots.was_let_go(state)
-        return noted is not None and not noted.was_stored and not self._snapshots.is_present(state)
+    def _is_of_a_longer_run(self, checkpoint: Checkpoint) -> bool:
+        """Whether the outcome of the last iteration was one on the way of another run, which has not kept it: the state
+        was not stored, or given up with its model."""
+        noted = self._snapshots.was_let_go(checkpoint.train_state)
+        if noted is None or self._snapshots.is_present(checkpoint.train_state):
+            return False
+        return not noted.was_stored or not self._objects.tree_is_present(checkpoint.model)
 
     def _run(self, number: int, compute: Callable[[], Checkpoint], expected: Checkpoint | None = None) -> Checkpoint:
         with states_here(StatesHere(self._held, self._settings.stores_state(number), expected)):
@@ -201,6 +232,8 @@ class TrainingStates:
                 self._held.keep_only({checkpoint.train_state})
             if (cache_folder() / checkpoint.model).is_dir():
                 hold_local_tree(checkpoint.model, cache_folder())  # until samples are drawn from it
+        if (kept := current_keeping()) is not None:
+            kept.later(checkpoint)
         return checkpoint
 
     def _is_missed(self, number: int, model: ContentId) -> bool:

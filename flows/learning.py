@@ -9,6 +9,7 @@ from typing import Any
 
 from flows.curriculum import Opening, opening_of
 from flows.iterations import SamplesAhead, TrainingStates
+from flows.keeping import current_keeping, file_state
 from flows.partial_rollouts import Carrying
 from flows.replay import Replaying
 from rollout_core.base.errors import Fatal
@@ -175,6 +176,11 @@ class _HackingWatch:
                 self._reward = import_reward(guard.reward)
                 self._source = source_id(self._reward, base=working_folder())
 
+    @property
+    def best(self) -> ContentId | None:
+        """The model with the highest held-out reward so far, if any was evaluated."""
+        return max(self._found, key=lambda found: found.held_out).model if self._found else None
+
     def look(self, number: int, model: ContentId, drawn: _Experience) -> None:
         """At iteration ``number`` (from 0), which is to train ``model`` on what was drawn. Raises Fatal with the
         evidence where the training reward is hacked."""
@@ -191,11 +197,11 @@ class _HackingWatch:
         self._found.append(PolicyRewards(number + 1, model, drawn.mean_reward, report.mean_reward))
         evidence = reward_hacking(self._found, max_fall=guard.max_fall, evaluations=guard.evaluations)
         if evidence is not None:
-            is_stored = self._sampler.settings.store_models == "each"
+            is_stored = self._sampler.settings.store_models == "each" and current_keeping() is None
             raise Fatal(
                 f"guards.reward_hacking: {evidence}. This iteration trained nothing, and checkpoints before it stay. "
                 "Mend what the reward pays for, hold the policy closer to its start, or end with the best model"
-                + ("" if is_stored else ", by `rollout reproduce` where it was not stored")
+                + ("" if is_stored else ", by `rollout reproduce` where it is not stored")
             )
 
 
@@ -250,6 +256,7 @@ def policy_iterations(
             inputs = model, train_state, reference, scores, samples
             options = {"seed": seed + number, "num_threads": num_threads, "label": label, **again}
             update = grpo_update if isinstance(settings, GRPOSettings) else ppo_update
+            states.best = watch.best
             checkpoint = states.update(number, update, *inputs, settings, **options, **taught)
             check_guards(settings, checkpoint, label)
             ahead.learned(number, checkpoint.model)
@@ -299,5 +306,5 @@ def learn_from_rows(
         label=label,
         **(_teacher_of(settings.distillation) if isinstance(settings, SFTSettings) else {}),
     )
-    snapshot(checkpoint, f"{config.run.name}/{kind}", label=snapshot_label)
+    file_state(checkpoint, f"{config.run.name}/{kind}", label=snapshot_label)
     return checkpoint

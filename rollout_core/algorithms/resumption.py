@@ -32,6 +32,7 @@ from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recov
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import LearnerSettings, OnPolicySettings
+from rollout_core.objects.giving_up import free
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
@@ -88,6 +89,8 @@ class Resumption:
         self._best: ContentId | None = None
         """Snapshot of the best evaluation; known to the first of several processes."""
         self._best_ref = f"{self._ref}-best"
+        self._resumed: ContentId | None = None
+        """Of this update's own snapshots the one that it was taken up from, which a killed run may have saved."""
 
     def __enter__(self) -> Resumption:
         return self
@@ -121,6 +124,7 @@ class Resumption:
             return False
         try:
             self._restore_from(snapshot_id, state, same_arithmetic=is_portable_here(), with_best=True)
+            self._resumed = snapshot_id
         except (CorruptObject, NotFound) as error:
             log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
             return False
@@ -248,7 +252,7 @@ class Resumption:
             objects.set_ref(self._ref, last)
         objects.delete_ref(self._best_ref)
         if self._context.stores_state:
-            self._drop_older()  # how many are left does not depend on how fast the last steps were
+            self._drop_older()  # how many are left does not depend on how fast the last steps were; the run frees them
         figures = next((row for row in reversed(state.metrics) if row["step"] == step), {})
         return Checkpoint(
             model=model,
@@ -271,14 +275,21 @@ class Resumption:
         self._context.objects.set_ref(self._ref, snapshot.id)
         if is_best:  # until here an update that is taken up needs the one before
             self._keep_best(snapshot.id)
-        self._drop_older()
+        dropped = self._drop_older()
+        if dropped:
+            free(self._context.objects, among=dropped)
 
-    def _drop_older(self) -> None:
+    def _drop_older(self) -> set[ContentId]:
+        """Give up the snapshots that the settings do not keep; their manifests."""
         policy = self._settings.snapshots
         in_use = {snapshot_id for _, snapshot_id in self._context.objects.list_refs(PROGRESS_REFS)}
-        self._snapshots.prune(
-            self._context.run_id, keep_last=policy.keep_last, keep_every=policy.keep_every, keep=in_use
-        )
+        kept = {"keep_last": policy.keep_last, "keep_every": policy.keep_every, "keep": in_use}
+        dropped = self._snapshots.prune(self._context.run_id, **kept, dry_run=True)
+        if self._resumed is not None and self._resumed not in in_use:
+            dropped += [found for found in self._snapshots.named_by(self._resumed) if found.label is None]
+        for snapshot in {snapshot.ref: snapshot for snapshot in dropped}.values():
+            self._snapshots.give_up(snapshot, run_id=None)
+        return {snapshot.files for snapshot in dropped}
 
     def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state and its model, stored."""

@@ -134,6 +134,11 @@ class RunInfo(Settings):
     """Training starts from a snapshot: ``latest`` of this run's name and algorithm, or its id or the first digits of
     it. A run that was killed resumes without this when it is started again."""
 
+    keep_states: Literal["last", "all"] = "last"
+    """Training states of iterations and updates, and models of iterations, that stay: the last one of the run, each
+    deleted once a later one is stored; or all, until housekeeping comes by. Labelled states and promoted models stay in
+    any case. What was deleted is computed again where somebody asks for it. Changes no result."""
+
     def cache_identity(self) -> Any:
         return None
 

@@ -70,8 +70,9 @@ class SnapshotPolicy(Settings):
     """A snapshot is due after so many trained tokens, too, whichever comes first."""
     every_seconds: float | None = Field(default=None, gt=0)
     """And after so many seconds of training."""
-    keep_last: int = Field(default=3, ge=1)
-    """Of the run. Older ones are dropped from the list, but for labelled ones and those an update in progress needs."""
+    keep_last: int = Field(default=1, ge=1)
+    """Of the run. Older ones are deleted once a newer one is stored, but for labelled ones and those an update in
+    progress needs."""
     keep_every: int | None = Field(default=None, ge=1)
     """Snapshots of steps that this divides stay too."""
 

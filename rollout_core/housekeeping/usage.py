@@ -9,11 +9,10 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.objects.files import LINEAGE_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat, parsed
+from rollout_core.objects.files import LINEAGE_REFS, PROMOTION_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat, parsed
 from rollout_core.objects.gc import Marking, Scope
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.objects.store import blob_key
-from rollout_core.promotion.history import PROMOTION_REFS
 
 
 class Use(BaseModel):

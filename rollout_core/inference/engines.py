@@ -146,7 +146,7 @@ class EnginePool:
                 self._changed.notify_all()
 
     def _enter(self, config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> _Resident:
-        architecture = _architecture(model)
+        architecture = _architecture(model, config)
         with self._changed:
             while not self._is_unused():
                 if not self._is_preparing and (resident := self._resident) is not None:
@@ -290,9 +290,17 @@ def _show_stacks(timeout_seconds: float) -> None:
     wait([in_thread(lambda: log.error(text))], timeout=1.0)
 
 
-def _architecture(model: ModelRef) -> str:
-    """What two models must share for one's weights to fit the other's engine, which also decodes and knows its ends."""
+def _architecture(model: ModelRef, backend: BackendConfig) -> str:
+    """What two models must share for one's weights to fit the other's engine, which also decodes and knows its ends.
+
+    Not the dtype of their files where the engine has its own, to which it brings whatever it loads: a run's base may be
+    stored in bfloat16 and its checkpoints in float32.
+    """
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    stored = [config.pop(name, None) for name in ("dtype", "torch_dtype")]
+    if getattr(backend, "concrete_dtype", getattr(backend, "dtype", "auto")) == "auto":
+        # vLLM takes the model's own then, and bfloat16 for float32.
+        config["dtype"] = ["bfloat16" if dtype == "float32" else dtype for dtype in stored if dtype is not None]
     for unimportant in ("_name_or_path", "transformers_version"):
         config.pop(unimportant, None)
     generation = model.folder / "generation_config.json"

@@ -51,6 +51,7 @@ from rollout_core.models.pretrained import (
 )
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
+from rollout_core.objects.files import CHOSEN_REFS
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.records import record_derivation
 from rollout_core.objects.trees import hash_file
@@ -440,6 +441,7 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
     folder = locate_model(source, base)
     if folder is None:
         content_id = ContentId(source.uri)
+        objects.set_ref(f"{CHOSEN_REFS}/{content_id}", content_id)  # first: the run that made it may be under way
         check_stored(content_id, objects)
         return content_id
     if is_gguf(folder):

@@ -442,6 +442,12 @@ EXPIRED_REFS = "expired"
 LET_GO_REFS = "let-go"
 """Below it, under its id, stands a snapshot whose bytes housekeeping gave up, or a state that was never stored, as
 `snapshots.LetGo`."""
+GIVEN_UP_REFS = "given-up"
+"""Below it, under its id, stands the manifest of a state or a model that its run gave up, until its files are deleted;
+see `giving_up`. It keeps nothing."""
+PROMOTION_REFS = "promotions"
+CHOSEN_REFS = "chosen-models"
+"""Below it, under its id, stands a model that somebody named as the start of a run."""
 IMPORT_REFS = "imports"
 """Below it, under its id, stands where content was brought in from, as `imports.Source`."""
 RUN_RECORD_REFS = "run-records"

@@ -18,9 +18,12 @@ from pydantic import BaseModel, ConfigDict
 from rollout_core.base.errors import CorruptRef
 from rollout_core.base.ids import ContentId, canonical_json, is_content_id
 from rollout_core.objects.files import (
+    CHOSEN_REFS,
+    GIVEN_UP_REFS,
     IMPORT_REFS,
     LET_GO_REFS,
     LINEAGE_REFS,
+    PROMOTION_REFS,
     RECORD_BYTES,
     SELF_NAMED_REFS,
     SNAPSHOT_REFS,
@@ -42,8 +45,11 @@ UPDATE_REFS = "agent-updates/"
 """Below it, under the key of an update of an agent's policy, stands its outcome."""
 CANDIDATE_REFS = "candidates/"
 """Below it, under its id, stands a model that a person is to decide about."""
+KEEPING_REFS = (f"{PROMOTION_REFS}/", CANDIDATE_REFS, f"{CHOSEN_REFS}/")
+"""What they name keeps its weights, also where the run that made it has given it up."""
 NOTE_REFS = (
     CANDIDATE_REFS,
+    f"{CHOSEN_REFS}/",
     "model-facts/",
     "prompt-lengths/",
     "pictures/",
@@ -59,6 +65,10 @@ NOTE_REFS = (
 KEEP_NOTES = timedelta(days=30)
 ABOUT_REFS = (f"{LINEAGE_REFS}/", FINISHED_REFS, f"{LET_GO_REFS}/", f"{IMPORT_REFS}/")
 """Below them, under an id, stands what is known of a blob, a snapshot or code."""
+UNSTORED_MODEL = "unstored model/1"
+"""Kind of a note below `LET_GO_REFS`, see `unstored`."""
+WEIGHTS = ".safetensors"
+"""How the names of a model's files end that are left out where it is not stored."""
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
 _END_BYTES = 64
@@ -204,6 +214,12 @@ class Marking:
         self._lineage: dict[ContentId, set[ContentId]] = {}
         """Records of how it was made."""
         self._seen: set[ContentId] = set()
+        self._given_up: set[ContentId] = set()
+        """Models that their run gave up, whose weights only those need that name the model itself."""
+        self._chosen: set[ContentId] = set()
+        """Models that are named so."""
+        self._left_out: dict[ContentId, set[ContentId]] = {}
+        """Weights of models that were given up, which nothing else has named."""
         self._traced: set[ContentId] = set()
         """Seen as the input of something that is live, see `Scope.weights_of_inputs`."""
 
@@ -211,9 +227,12 @@ class Marking:
         """Reach what every ref names but unused notes; what is about a blob is followed only from what is live, though
         records of lineage are kept for a while."""
         roots = set(self._scope.extra_roots)
+        self._chosen |= roots
         gone = self._scope.absent
         names = [
-            name for name in self._objects.ref_names("") if f"refs/{name}" not in self._unused and name not in gone
+            name
+            for name in self._objects.ref_names("")
+            if f"refs/{name}" not in self._unused and name not in gone and not name.startswith(f"{GIVEN_UP_REFS}/")
         ]
         for name, named in zip(names, self._objects.in_parallel(self._named_by, names), strict=True):
             if named is None:
@@ -221,6 +240,8 @@ class Marking:
             if name in self._scope.closed:
                 self.reached |= {named} & self._blobs.keys()
                 continue
+            if name.startswith(KEEPING_REFS) and named in self._blobs:
+                self._chosen |= {named} | self._names_in(named)
             about = next((folder for folder in ABOUT_REFS if name.startswith(folder)), None)
             if about is None or not is_content_id(_subject(name, about)):
                 roots.add(named)
@@ -228,11 +249,14 @@ class Marking:
             blob = ContentId(_subject(name, about))
             notes = self._lineage if about == ABOUT_REFS[0] else self._about
             notes.setdefault(blob, set()).add(named)
+            if about == f"{LET_GO_REFS}/" and blob in self._blobs and self._is_given_up(named):
+                self._given_up.add(blob)
             if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
             if blob in self._seen and (notes is self._about or self._scope.weights_of_inputs):
                 roots.add(named)
         self.reach(roots)
+        self.reach(set().union(*(self._left_out.pop(model, ()) for model in self._chosen)))
         if not self._scope.weights_of_inputs:
             self._trace(set().union(*(self._lineage.get(seen, ()) for seen in self._seen | self._traced)))
 
@@ -336,7 +360,24 @@ class Marking:
         # Setting damaged blobs aside is the business of those who need them.
         if hasher.hexdigest() != content_id:
             self.unreadable.add(f"blob {content_id}, which is damaged")
+        if content_id in self._given_up and content_id not in self._chosen and is_json:
+            return self._without_weights(content_id, names)
         return names if is_json else set()
+
+    def _is_given_up(self, note: ContentId) -> bool:
+        """Whether a note below `LET_GO_REFS` is of a model that its run gave up, see `unstored`."""
+        try:
+            document = parsed(self._objects.files.read(blob_key(note)))
+        except FileNotFoundError:
+            return False
+        return isinstance(document, dict) and document.get("kind") == UNSTORED_MODEL
+
+    def _without_weights(self, model: ContentId, names: set[ContentId]) -> set[ContentId]:
+        """What is reached of a model that its run gave up: all but the weights."""
+        files = parsed(self._objects.files.read(blob_key(model)))["files"]
+        weights = {ContentId(file["content_id"]) for file in files if file["path"].endswith(WEIGHTS)}
+        self._left_out[model] = weights & names
+        return names - weights
 
     def _is_binary(self, content_id: ContentId) -> bool:
         """Whether a blob that does not begin like JSON is surely none. A record may have lost its first bytes."""

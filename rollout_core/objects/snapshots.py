@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +25,7 @@ from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, Mis
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
-from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, hash_chunks, parsed
+from rollout_core.objects.files import EXPIRED_REFS, GIVEN_UP_REFS, LET_GO_REFS, SNAPSHOT_REFS, hash_chunks, parsed
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.records import lineage_of
 from rollout_core.objects.trees import appearing_folder, files_of, identify, read_file, tar_stream
@@ -101,6 +102,8 @@ class LetGo(BaseModel):
     let_go_at: AwareDatetime
     was_stored: bool = True
     """False of a state that its run named and did not store, see `algorithms.context`."""
+    run: str | None = None
+    """The flow run that gave it up; None: housekeeping."""
 
 
 FINISHED = "finished"
@@ -179,21 +182,43 @@ class SnapshotStore:
         ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict. A snapshot
         that was let go is MissingObject, and from then on does not count as one, so that its stage runs again.
         """
-        try:
-            snapshot = self.get(snapshot_id)
-        except NotFound as error:
-            if self.was_let_go(snapshot_id) is None:
-                raise
-            self.forget(snapshot_id)
-            raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
-        manifest = self._objects.manifest(snapshot.files)
+        snapshot = self._needed(snapshot_id)
         with appearing_folder(folder) as temporary:
-            self._objects.get_files(manifest, temporary)
+            with self._missed(snapshot_id):
+                manifest = self._objects.manifest(snapshot.files)
+                self._objects.get_files(manifest, temporary)
             sizes = [(file.path, file.size) for file in manifest.files]
             found = hash_chunks(tar_stream(sizes, lambda path: read_file(temporary / path)))
             if found != snapshot.id:
                 raise _wrong_tar(snapshot, found)
         return snapshot
+
+    def _needed(self, snapshot_id: ContentId) -> Snapshot:
+        try:
+            return self.get(snapshot_id)
+        except NotFound as error:
+            if self.was_let_go(snapshot_id) is None:
+                raise
+            self.forget(snapshot_id)
+            raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
+
+    def present(self, snapshot_id: ContentId) -> Snapshot:
+        """The record of a snapshot whose files are all there with the right sizes; they are not read, as a restore
+        verifies them. Raises as `restore` where one is not."""
+        snapshot = self._needed(snapshot_id)
+        with self._missed(snapshot_id):
+            self._objects.check_present(snapshot.files)
+        return snapshot
+
+    @contextmanager
+    def _missed(self, snapshot_id: ContentId) -> Iterator[None]:
+        """Where a file of a snapshot is gone within the block, it does not count as let go either, so that its stage
+        runs again."""
+        try:
+            yield
+        except MissingObject:
+            self.forget(snapshot_id)
+            raise
 
     def export(self, snapshot_id: ContentId) -> Iterator[bytes]:
         """Chunks of the tar whose blake3 is the snapshot's id; CorruptObject instead of the last one if it is not."""
@@ -226,9 +251,11 @@ class SnapshotStore:
                 "(state_every); `rollout snapshot list` has those around it"
             )
         if gone is not None:
+            by = "housekeeping" if gone.run is None else "its run, which has a later one (run.keep_states)"
             raise NotFound(
                 f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was let go by "
-                f"housekeeping on {gone.let_go_at:%Y-%m-%d}"
+                f"{by} on {gone.let_go_at:%Y-%m-%d}; `rollout reproduce` makes it again, `rollout snapshot list` has "
+                "those that are stored"
             )
         raise NotFound(f"snapshot not found: {snapshot_id}")
 
@@ -331,6 +358,27 @@ class SnapshotStore:
         known = snapshot.model_dump(include=set(LetGo.model_fields))
         self._note(snapshot.id, LetGo(let_go_at=datetime.now(UTC), **known))
         expire_ref(self._objects, snapshot.ref)
+
+    def give_up(self, snapshot: Snapshot, run_id: str | None) -> None:
+        """Take away one run's name of a snapshot that nobody needs any more, and leave word that its files may go
+        (`giving_up`). Of a state that results name, ``run_id`` says who gave it up; they stay cached."""
+        if run_id is not None:
+            known = snapshot.model_dump(include=set(LetGo.model_fields))
+            self._note(snapshot.id, LetGo(let_go_at=datetime.now(UTC), run=run_id, **known))
+        # First, so that whoever is killed in between leaves nothing that is deleted by nobody.
+        word = f"{GIVEN_UP_REFS}/{snapshot.files}"
+        self._objects.set_ref(word, snapshot.files)
+        self._objects.delete_ref(snapshot.ref)
+        if self._objects.ref_names(f"{SNAPSHOT_REFS}/{snapshot.id}"):
+            self._objects.delete_ref(word)
+
+    def named_by(self, snapshot_id: ContentId) -> list[Snapshot]:
+        """The records of all runs that have it, the newest first."""
+        return _newest_first(self._records(f"{SNAPSHOT_REFS}/{ContentId(snapshot_id)}"))
+
+    def put_record(self, snapshot: Snapshot) -> None:
+        """Have a run name a snapshot that another has saved."""
+        self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
 
     def name_only(self, snapshot_id: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
         """Have results count that name a training state which is not stored; nothing changes where it is."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -249,19 +250,30 @@ class ObjectStore:
         hashes = self.in_parallel(hash_file, expected(paths.values(), passes=2))  # hashed, then stored
         named = zip(paths, hashes, strict=True)
         files = tuple(TreeFile(path=path, size=found.size, content_id=found.content_id) for path, found in named)
-        return self.put_files(TreeManifest(files=files), paths, {found.content_id: found.check for found in hashes})
+        checks = {found.content_id: found.check for found in hashes}
+        self.in_parallel(
+            lambda file: self._put_file_as(paths[file.path], file.size, file.content_id, checks[file.content_id]),
+            {file.content_id: file for file in files}.values(),
+        )
+        return self.put_json(TreeManifest(files=files))
 
     def put_files(self, manifest: TreeManifest, paths: Mapping[str, Path], checks: Checks = NO_CHECKS) -> ContentId:
-        """Store the files of ``manifest`` that are missing, read from ``paths``, then the manifest itself.
+        """Store the files of ``manifest`` that are missing, read from ``paths``, then the manifest itself. What is
+        there already counts as written now, so that nobody who gave up the same files deletes it (`giving_up`).
 
         ``checks``: of the reading that made the manifest. Raises Conflict when a file is no longer what that found.
         """
 
         def put(file: TreeFile) -> None:
-            self._put_file_as(paths[file.path], file.size, file.content_id, checks.get(file.content_id))
+            check = checks.get(file.content_id)
+            self._put_file_as(paths[file.path], file.size, file.content_id, check, touch=True)
 
         self.in_parallel(put, {file.content_id: file for file in manifest.files}.values())
-        return self.put_json(manifest)
+        data = canonical_json(manifest)
+        tree = hash_bytes(data)
+        if not self._already_has(tree, len(data), lambda: [data], touch=True):
+            self.files.write(blob_key(tree), data)
+        return tree
 
     def manifest(self, content_id: ContentId) -> TreeManifest:
         """What `put_tree` stored. Raises MissingObject, CorruptObject, or ConfigError if the blob is no manifest."""
@@ -293,8 +305,20 @@ class ObjectStore:
             files = self.manifest(content_id).files
         except (MissingObject, CorruptObject):
             return False
+        return self._absent(files) is None
+
+    def check_present(self, content_id: ContentId) -> None:
+        """Raise MissingObject or CorruptObject, as `get_tree`, where `tree_is_present` is False."""
+        absent = self._absent(self.manifest(content_id).files)
+        if absent is not None:
+            raise self._missing(absent)
+
+    def _absent(self, files: Iterable[TreeFile]) -> ContentId | None:
+        """The first of these that is not there, or has another size."""
+        files = list(files)
         stats = self.in_parallel(lambda file: self.files.stat(blob_key(file.content_id)), files)
-        return all(stat is not None and stat.size == file.size for file, stat in zip(files, stats, strict=True))
+        found = zip(files, stats, strict=True)
+        return next((file.content_id for file, stat in found if stat is None or stat.size != file.size), None)
 
     def local_tree(self, content_id: ContentId, cache: Path) -> Path:
         """A folder with the tree's files at ``cache/<hex>``, fetched unless it is there already; verified either way.
@@ -412,11 +436,16 @@ class ObjectStore:
             pool.shutdown(cancel_futures=True)
 
     def _already_has(
-        self, content_id: ContentId, size: int, source: Callable[[], Iterable[bytes]] | None = None
+        self,
+        content_id: ContentId,
+        size: int,
+        source: Callable[[], Iterable[bytes]] | None = None,
+        *,
+        touch: bool = False,
     ) -> bool:
         """Whether a put can be skipped, since what is there is whole: what was put must be readable.
 
-        The blob then counts as fresh, so that garbage collection spares it.
+        The blob then counts as fresh, so that garbage collection spares it; with ``touch`` as of this moment.
         """
         key = blob_key(content_id)
         stat = self.files.stat(key)
@@ -424,10 +453,14 @@ class ObjectStore:
             return False
         if not self.files.keep(key, stat):
             return False
+        if touch:
+            return self.files.keep(key, replace(stat, modified=0.0)) and not is_swept_away(self.files, key, content_id)
         return time.time() - stat.modified < TOUCH_AFTER_SECONDS or not is_swept_away(self.files, key, content_id)
 
-    def _put_file_as(self, path: Path, size: int, content_id: ContentId, check: bytes | None = None) -> None:
-        if self._already_has(content_id, size, lambda: read_file(path)):
+    def _put_file_as(
+        self, path: Path, size: int, content_id: ContentId, check: bytes | None = None, *, touch: bool = False
+    ) -> None:
+        if self._already_has(content_id, size, lambda: read_file(path), touch=touch):
             return
         key, again = blob_key(content_id), read_again(path, content_id, check)
         if size <= self.files.whole_write_bytes:

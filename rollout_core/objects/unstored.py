@@ -18,15 +18,12 @@ from pydantic import BaseModel, ConfigDict
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.files import LET_GO_REFS
+from rollout_core.objects.gc import UNSTORED_MODEL, WEIGHTS
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Record
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
 from rollout_core.objects.trees import NO_CHECKS, Checks, TreeManifest
-
-WEIGHTS = ".safetensors"
-"""How the names of files end that are left out."""
-_KIND = "unstored model/1"
 
 
 class UnstoredModel(BaseModel):
@@ -34,10 +31,17 @@ class UnstoredModel(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    kind: Literal["unstored model/1"] = _KIND
+    kind: Literal["unstored model/1"] = UNSTORED_MODEL
     run_id: str
     step: int
     algorithm: str
+    was_stored: bool = False
+    """True of one that its run stored, and gave up once there was a later one."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not stored, for people."""
+        return "was given up for a later one (run.keep_states)" if self.was_stored else "was not stored (store_models)"
 
 
 def put_model(objects: ObjectStore, manifest: TreeManifest, written: Path, checks: Checks = NO_CHECKS) -> ContentId:
@@ -78,6 +82,12 @@ def hold_model(
     return model
 
 
+def note_given_up(objects: ObjectStore, model: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
+    """Have results count that name a stored model whose weights are about to be deleted."""
+    note = UnstoredModel(run_id=run_id, step=step, algorithm=algorithm, was_stored=True)
+    objects.set_ref(_ref(model), objects.put_bytes(note.model_dump_json().encode()))
+
+
 def local_model(objects: ObjectStore, model: ContentId, cache: Path) -> Path:
     """A folder with the model's files, as `ObjectStore.local_tree` gives it. Raises as that.
 
@@ -91,7 +101,7 @@ def local_model(objects: ObjectStore, model: ContentId, cache: Path) -> Path:
             raise
         raise MissingObject(
             model,
-            f"model {model.short} (step {noted.step} of {noted.algorithm}) was not stored (store_models), and is not "
+            f"model {model.short} (step {noted.step} of {noted.algorithm}) {noted.reason}, and is not "
             f"in the cache {cache}; the update that left it has to run again",
         ) from error
 
@@ -100,7 +110,9 @@ def unstored_model(objects: ObjectStore, model: ContentId) -> UnstoredModel | No
     """What is noted of a model that its run did not store; None of any other."""
     noted = objects.cached_bytes(_ref(model))
     # Housekeeping's own notes of models are of another kind.
-    return UnstoredModel.model_validate_json(noted) if noted and json.loads(noted).get("kind") == _KIND else None
+    return (
+        UnstoredModel.model_validate_json(noted) if noted and json.loads(noted).get("kind") == UNSTORED_MODEL else None
+    )
 
 
 def check_stored(model: ContentId, objects: ObjectStore) -> None:
@@ -115,9 +127,9 @@ def why_not_stored(objects: ObjectStore, model: ContentId) -> str | None:
     if noted is None:
         return None
     return (
-        f"model {model} (step {noted.step} of {noted.algorithm}, run {noted.run_id}) was not stored (store_models); "
-        "make it again by `rollout reproduce`, or take one that was: `rollout snapshot list` has the training states, "
-        "whose iterations end with stored models"
+        f"model {model} (step {noted.step} of {noted.algorithm}, run {noted.run_id}) {noted.reason}; "
+        "make it again by `rollout reproduce`, or take one that is stored: `rollout snapshot list` has the training "
+        "states, whose iterations end with stored models"
     )
 
 

@@ -24,6 +24,8 @@ from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, R
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import (
+    CHOSEN_REFS,
+    GIVEN_UP_REFS,
     LET_GO_REFS,
     LINEAGE_REFS,
     RECORD_BYTES,
@@ -82,7 +84,7 @@ class _Check:
         self._on_progress = on_progress
         self._found = Verification()
         self._blobs = {content_id: stat.size for content_id, stat in objects.blobs()}
-        self._names = set(objects.ref_names(""))
+        self._names = {name for name in objects.ref_names("") if not name.startswith(f"{GIVEN_UP_REFS}/")}
         self._snapshots = {name.split("/")[1] for name in self._names if name.startswith(f"{SNAPSHOT_REFS}/")}
         self._let_go = {name.split("/")[1] for name in self._names if name.startswith(f"{LET_GO_REFS}/")}
         """Snapshots and models that were given up or never stored, which nobody misses."""
@@ -224,7 +226,10 @@ class _Check:
         return holders
 
     def _stands_on(self, parent: str, child: str) -> bool:
-        """Not so where a record of lineage names what once was an input, or a result what it was made of."""
+        """Not so where a record of lineage names what once was an input, or a result what it was made of; nor of a
+        model that was given up."""
+        if parent in self._let_go:
+            return False
         refs = self._refs.get(parent, ())
         results = [ref for ref in refs if ref.startswith(f"{RESULT_REFS}/")]
         if any(ref.startswith(f"{LINEAGE_REFS}/") for ref in refs):
@@ -256,6 +261,7 @@ CACHES = (
     "fan-out",
     "agent-updates",
     "imports",
+    CHOSEN_REFS,
     LET_GO_REFS,
 )
 """Folders of refs to what a run makes again when it finds nothing there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,15 @@ class AgentPlan(LearnerPlan):
         """The learner of what an agent does: its settings, and what it needs for sequences as long as the engine's."""
         self.learner(what, settings)
         is_ppo = not isinstance(settings, AgentGRPO)
+        states = states_of(settings, None, settings.iterations, keeps_last=self.keeps_last)
+        if self.keeps_last:
+            states = replace(states, models=settings.iterations)  # those of agents' iterations stay
         self.resources(
             what,
             settings.kind,
             settings,
             context_limit(backend) or self.max_positions or 0,
-            states_of(settings, None, settings.iterations),
+            states,
             trained_models=2 if is_ppo and settings.values == "model" else 1,
             frozen_models=1 if settings.lora is None and (is_ppo or settings.kl_coef) else 0,
         )
@@ -119,7 +123,7 @@ class AgentPlan(LearnerPlan):
 
 def plan_agent(config: TrainAgentConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
     """Check a run that trains an agent. Raises ConfigError naming all that is wrong."""
-    plan, settings = AgentPlan(base, connections), config.algorithm
+    plan, settings = AgentPlan(base, connections, keeps_last=config.run.keep_states == "last"), config.algorithm
     plan.places()
     plan.no_resume(config.run, "a run of an agent resumes by itself when it is started again; leave it out")
     plan.model("algorithm.base_model", settings.base_model)

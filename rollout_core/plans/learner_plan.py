@@ -31,6 +31,7 @@ from rollout_core.config import (
     PromptsGuard,
     RewardGuard,
     RewardModelSettings,
+    RunInfo,
     ScriptedBackend,
     SequenceConfig,
     SFTSettings,
@@ -88,6 +89,8 @@ class LearnerPlan(Plan):
     _forms: dict[str, CallForm] = field(default_factory=dict)
     """How the users' reward functions that were loaded are called, by their names."""
     run_name: str = ""
+    keeps_last: bool = False
+    """Whether its run keeps only the last training state."""
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
         """What the settings of every learner ask of machine and model is there."""
@@ -230,7 +233,7 @@ class LearnerPlan(Plan):
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         longest = row_tokens(report, settings.sequence.max_length)
         teacher = self.teacher(what, settings.distillation, longest, settings)
-        states = states_of(settings, steps_of_rows(settings, report))
+        states = states_of(settings, steps_of_rows(settings, report), keeps_last=self.keeps_last)
         self.resources(what, "sft", settings, longest, states, frozen_bytes=teacher)
 
     def preferences(self, what: str, kind: str, settings: PreferenceSettings) -> DataReport | None:
@@ -244,7 +247,7 @@ class LearnerPlan(Plan):
         self.curriculum(what, settings, rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
         tokens = row_tokens(report, settings.sequence.max_length)
-        states = states_of(settings, steps_of_rows(settings, report))
+        states = states_of(settings, steps_of_rows(settings, report), keeps_last=self.keeps_last)
         self.resources(what, kind, settings, tokens, states, rows=1 if kind == "kto" else 2)
         return report
 
@@ -316,6 +319,7 @@ class LearnerPlan(Plan):
                 settings.iterations,
                 stored=settings.stored_states,
                 models=settings.stored_models,
+                keeps_last=self.keeps_last,
             ),
             trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
             frozen_bytes=self.teacher(what, distillation, longest + settings.sampling.max_tokens, settings),
@@ -391,6 +395,11 @@ class LearnerPlan(Plan):
             ]
 
 
+def _plan_of(run: RunInfo, base: Path, connections: Connections | None, *, keep: bool) -> LearnerPlan:
+    keeps_last = run.keep_states == "last"
+    return LearnerPlan(base, connections, trusts_notes=keep, run_name=run.name, keeps_last=keeps_last)
+
+
 def plan_training(
     config: TrainConfig[Any], base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
@@ -398,7 +407,7 @@ def plan_training(
 
     ``keep`` in the object store what was tokenised for it and what was found, and trust what was found before.
     """
-    plan, settings = LearnerPlan(base, connections, trusts_notes=keep, run_name=config.run.name), config.algorithm
+    plan, settings = _plan_of(config.run, base, connections, keep=keep), config.algorithm
     plan.places()
     on_policy = isinstance(config, TrainPPOConfig | TrainGRPOConfig)
     if isinstance(config, PlacedRun):
@@ -454,7 +463,7 @@ def plan_nightly(
     config: NightlyConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
     """Check a nightly run; ``keep`` as of `plan_training`. Raises ConfigError naming all that is wrong."""
-    plan = LearnerPlan(base, connections, trusts_notes=keep, run_name=config.run.name)
+    plan = _plan_of(config.run, base, connections, keep=keep)
     plan.places()
     _placement(plan, config)
     plan.no_resume(config.run, "a nightly run goes on by itself when it is started again; leave it out")

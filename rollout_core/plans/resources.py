@@ -210,9 +210,9 @@ class States:
     """Training states that a run writes."""
 
     ends: int
-    """At the end of each update: what its result names, so that all of them stay for the run."""
+    """Those that are there when the run has ended: of each update, or the last one alone (``run.keep_states``)."""
     most: int
-    """With those on the way; dropped from the list later, but deleted by housekeeping only."""
+    """At the same time, with those on the way."""
     more_by: str | None = None
     """The settings by which there may be more than ``most``, where nobody knows how many."""
     models: int = 1
@@ -230,9 +230,11 @@ def states_of(
     *,
     stored: int | None = None,
     models: int | None = None,
+    keeps_last: bool = True,
 ) -> States:
     """Those of so many updates of so many optimizer steps each; None: nobody knows how many. ``stored``: updates whose
-    states are stored, and ``models``: whose models are; default: all."""
+    states are stored, and ``models``: whose models are; default: all. ``keeps_last``: each is deleted once there is a
+    later one."""
     stored = updates if stored is None else stored
     apart = (updates if models is None else models) - stored
     policy = settings.snapshots
@@ -245,6 +247,11 @@ def states_of(
         more_by = ""
     most = stored * max(1, each) + best
     held = 2 if stored < updates else 0
+    if keeps_last:
+        on_the_way = policy.keep_last if more_by or steps is None or policy.every_steps < steps else 0
+        at_once = 1 + max(on_the_way, int(stored > 1)) + best
+        most = at_once if more_by else min(most, at_once)
+        stored, apart, more_by = min(stored, 1), min(apart, 2), ""
     return States(ends=stored, most=most, more_by=more_by or None, models=1 + apart, held=held)
 
 

@@ -29,13 +29,13 @@ from rollout_core.base.locks import try_exclusive
 from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_folder_id, complete_id, is_folder
+from rollout_core.objects.files import PROMOTION_REFS
 from rollout_core.objects.unstored import why_not_stored
 from rollout_core.promotion.evidence import Evidence
 from rollout_core.store import LLM, LightningStore, Resource
 
 log = logging.getLogger(__name__)
 
-PROMOTION_REFS = "promotions"
 _OF = "of-"
 """Before the name of a resource, which may begin with a dot, as no part of a ref may."""
 LOOKED_AT = 500

@@ -515,7 +515,7 @@ def test_a_stage_that_is_computed_again_keeps_its_result_until_there_is_another(
 
 
 def config(tiny_model: Path, sorting_task: Any, every: int, models: str = "each") -> dict[str, Any]:
-    return small_grpo(
+    document = small_grpo(
         tiny_model,
         sorting_task,
         "states",
@@ -529,6 +529,8 @@ def config(tiny_model: Path, sorting_task: Any, every: int, models: str = "each"
         optimizer={"lr": 1e-3},
         snapshots={"every_steps": 1},
     )
+    # What is compared is the state of each iteration, which a run would give up at the next one.
+    return {**document, "run": {"name": "states", "keep_states": "all"}}
 
 
 def ends_of_iterations(steps: int) -> dict[int, ContentId]:
@@ -584,3 +586,70 @@ def test_killed_and_stopped_between_stored_states_a_run_comes_to_the_bytes_of_on
     names = {ContentId(path.name) for path in (tmp_path / "some-cache").iterdir() if is_content_id(path.name)}
     held = [model for model in names if unstored_model(objects(), model) is not None]
     assert [objects().tree_is_present(model) for model in held] == [False], "of the first iteration"
+
+
+def states_there() -> dict[int, ContentId]:
+    """Training states by their steps, all with their bytes."""
+    snapshots = SnapshotStore(objects())
+    found = snapshots.list(kind="train_state")
+    assert all(snapshots.is_present(snapshot.id) for snapshot in found)
+    return {snapshot.step: snapshot.id for snapshot in found}
+
+
+def tensors_there() -> int:
+    """Files of weights and of moments: the tiny ones' smallest is larger than any record of these runs."""
+    return sum(stat.size > 300_000 for _, stat in objects().blobs())
+
+
+@pytest.mark.campaign
+@pytest.mark.server
+def test_killed_anywhere_a_run_keeps_its_last_state_alone_and_comes_to_the_bytes_of_one_that_keeps_all(
+    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+):
+    from flows.train import train_grpo
+
+    def use(name: str) -> None:
+        monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / name}")
+        monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / name}.db")
+        monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / f"{name}-cache"))
+
+    def run(document: dict[str, Any], name: str, iterations: int) -> dict[str, Any]:
+        algorithm = {**document["algorithm"], "iterations": iterations}
+        changed = {**document, "run": {"name": name}, "algorithm": algorithm}
+        return train_grpo(parse_config(changed, TrainGRPOConfig))
+
+    use("all")
+    keeping_all = config(tiny_model, sorting_task, 1)
+    whole = train_grpo(parse_config(keeping_all, TrainGRPOConfig))
+    steps = whole["step"] // 4
+    every = ends_of_iterations(steps)
+    assert sorted(every) == [1, 2, 3, 4]
+
+    use("last")
+    document = {**keeping_all, "run": {"name": "states"}}
+    path = write_toml(tmp_path / "states.toml", document)
+    command = (*ROLLOUT, "train", "grpo", "--config", str(path))
+    for killed_in in (1, 2, 3):  # in samples of the iteration after, and then once more on another machine
+        process = start_process(*command, env={"PREFECT_API_URL": prefect_server})
+        first = SAMPLES * killed_in
+        wait_for(lambda first=first: first < finished_samples() < first + SAMPLES, "samples", process=process)
+        kill(process)
+        assert every[killed_in] in states_there().values() and len(states_there()) <= 2
+        if killed_in == 2:
+            shutil.rmtree(tmp_path / "last-cache")
+    output = output_of(start_process(*command, env={"PREFECT_API_URL": prefect_server}))
+    assert "computed again" not in output, "the last state was always there"
+    assert all(whole[name] in output for name in ("model", "train_state"))
+    assert states_there() == {4 * steps: every[4]}
+    # The base, and of the last state weights and moments.
+    assert tensors_there() == 3
+    assert verify_store(objects()).damage == []
+
+    assert run(document, "states", 4) == {**whole}, "all of it cached, though only the last state is there"
+    longer = run(document, "longer", 5)
+    assert states_there() == {4 * steps: every[4], 5 * steps: longer["train_state"]}, "the first run has its own yet"
+    shorter = run(document, "shorter", 2)
+    assert (shorter["train_state"], shorter["step"]) == (every[2], 2 * steps), "computed again, and stored"
+    assert set(states_there()) == {2 * steps, 4 * steps, 5 * steps}
+    assert objects().tree_is_present(ContentId(shorter["model"]))
+    assert verify_store(objects()).damage == []

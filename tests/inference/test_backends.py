@@ -322,6 +322,26 @@ def test_a_trained_checkpoint_needs_no_other_engine(tiny, built, tmp_path):
     assert built == [tiny]
 
 
+@pytest.mark.parametrize("config", [ScriptedBackend(), TransformersBackend(), VLLMBackend(dtype="float32")])
+def test_a_base_in_bfloat16_and_a_checkpoint_in_float32_share_an_engine(config, tiny, built, monkeypatch, tmp_path):
+    """Of vLLM here the decision alone; `test_vllm` has one read both."""
+    from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
+
+    load_causal_lm(tiny.folder, "bfloat16").save_pretrained(tmp_path / "base")
+    copy_tokenizer(tiny.folder, tmp_path / "base")
+    base = ref(tmp_path / "base")
+    dtypes = [json.loads((model.folder / "config.json").read_text())["dtype"] for model in (base, tiny)]
+    assert dtypes == ["bfloat16", "float32"]
+    build = engines.build_backend
+    monkeypatch.setattr(
+        engines, "build_backend", lambda given, model: build(SCRIPTED if given.kind == "vllm" else given, model)
+    )
+    for model in (base, tiny):
+        with engine(config, model) as found:
+            pass
+    assert built == [base] and found.model_id == tiny.content_id
+
+
 def test_an_engine_in_doubt_is_dropped(tiny, built):
     with pytest.raises(KeyboardInterrupt), engine(SCRIPTED, tiny):
         raise KeyboardInterrupt

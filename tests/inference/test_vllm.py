@@ -221,6 +221,22 @@ def test_new_weights_are_used_at_once_and_the_old_ones_again(vllm_engine, small,
     assert vllm_engine.generate(asked) == before
 
 
+def test_weights_stored_in_another_dtype_are_brought_to_the_engines(
+    vllm_engine, small, other_small, tokenizer, tmp_path
+):
+    """So a base model in bfloat16 and its checkpoints in float32 share an engine."""
+    from rollout_core.models.pretrained import copy_tokenizer
+
+    load_causal_lm(other_small.folder, "bfloat16").save_pretrained(tmp_path / "base")
+    copy_tokenizer(other_small.folder, tmp_path / "base")
+    base, asked = ref(tmp_path / "base"), requests(tokenizer, GREEDY)
+    before = vllm_engine.generate(asked)
+    vllm_engine.update_weights(base)
+    assert_alike(vllm_engine.generate(asked), TransformersEngine(TransformersBackend(), base).generate(asked))
+    vllm_engine.update_weights(small)
+    assert vllm_engine.generate(asked) == before
+
+
 @pytest.mark.parametrize("fault", ["nothing is loaded", "another model is loaded", "one tensor is a little off"])
 def test_the_canary_catches_an_engine_with_other_weights(
     vllm_engine, small, other_small, tokenizer, monkeypatch, tmp_path, fault

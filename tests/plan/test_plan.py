@@ -57,8 +57,8 @@ def test_a_disk_that_cannot_hold_the_states_of_all_iterations_is_refused(work: P
 
 
 def test_states_that_are_not_stored_are_no_part_of_the_estimate(work: Path):
-    def told(every: int, models: str = "each") -> str:
-        changes = {"algorithm__iterations": 8, "algorithm__snapshots__every_steps": 1000}
+    def told(every: int, models: str = "each", keep: str = "all") -> str:
+        changes = {"algorithm__iterations": 8, "algorithm__snapshots__every_steps": 1000, "run__keep_states": keep}
         changes["algorithm__store_models"] = models
         found = plan("train-grpo", work, **changes, algorithm__state_every=every)["resources"]
         assert ("grpo temporary disk (estimate)" in found) == (every > 1)
@@ -67,6 +67,8 @@ def test_states_that_are_not_stored_are_no_part_of_the_estimate(work: Path):
     assert " for 8 training states of " in told(1) and " and the model;" in told(1)
     assert " for 3 training states of " in told(3) and " and 6 models of " in told(3)
     assert " for 3 training states of " in told(3, "with_states") and " and the model;" in told(3, "with_states")
+    assert " for 2 training states of " in told(1, keep="last") and " and the model;" in told(1, keep="last")
+    assert " for 2 training states of " in told(3, keep="last") and " and 3 models of " in told(3, keep="last")
 
 
 def test_states_that_are_not_stored_need_room_for_two_beside_what_is_stored_on_the_same_disk(tmp_path, monkeypatch):
@@ -103,7 +105,7 @@ def test_states_by_tokens_and_seconds_are_more_than_steps_tell(work: Path):
     def told(**changes: Any) -> str:
         return plan("train-sft", work, **changes)["resources"]["sft disk (estimate)"]
 
-    steps = {"algorithm__budget__max_steps": 8, "algorithm__snapshots__every_steps": 4}
+    steps = {"algorithm__budget__max_steps": 8, "algorithm__snapshots__every_steps": 4, "run__keep_states": "all"}
     assert told(**steps).startswith("up to ")
     asked = {"algorithm__snapshots__every_tokens": 10, "algorithm__snapshots__every_seconds": 60.0}
     found = told(**steps, **asked)
@@ -112,6 +114,8 @@ def test_states_by_tokens_and_seconds_are_more_than_steps_tell(work: Path):
     assert "snapshots.every_tokens and snapshots.every_seconds" in found
     each = steps | {"algorithm__snapshots__every_steps": 1}  # there cannot be more
     assert told(**each, **asked) == told(**each)
+    last = told(**steps | {"run__keep_states": "last"}, **asked)
+    assert last.startswith("up to ") and " for 2 training states " in last, "however many are asked for"
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -1,0 +1,130 @@
+"""What a run keeps of its training states and of the models between its first and its last: the last state, from which
+it goes on, and what somebody has named. The others are given up once a later one is stored, and deleted at once.
+
+A state counts as stored once the result of its stage is there, so a run that is killed at any moment finds the one
+before or the later one. What was given up still counts for the results that name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from rollout_core.base.errors import NotFound
+from rollout_core.base.ids import ContentId
+from rollout_core.base.stopping import is_stopping, run_async
+from rollout_core.config import RunInfo
+from rollout_core.objects import Snapshot, SnapshotStore
+from rollout_core.objects.gc import named_ids
+from rollout_core.objects.giving_up import free, give_up_model, give_up_state, stand_on
+from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.snapshots import RUN_NAME
+from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
+from tasks.connections import objects, open_store
+from tasks.logs import stage_logger
+from tasks.promotion import snapshot
+from tasks.stage import retry
+
+
+class Keeping:
+    """Of one pass of a run's body."""
+
+    def __init__(self, run: RunInfo, run_id: str) -> None:
+        self._run = run
+        self._run_id = run_id
+        self._before: list[ContentId] = []
+        """States that the run has come by, and may name."""
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="free")
+        self._freeing: Future[None] | None = None
+
+    def close(self) -> None:
+        """Wait until what was given up is deleted, but where the run is to stop: the next one does the rest."""
+        self._pool.shutdown(wait=not is_stopping(), cancel_futures=True)
+
+    def later(self, checkpoint: Checkpoint) -> None:
+        """The run has come to a state. If that is stored, those before it go."""
+        retry(lambda: self._later(checkpoint))
+
+    def _later(self, checkpoint: Checkpoint) -> None:
+        state, store = checkpoint.train_state, objects()
+        if not stand_on(store, state, self._run_id, self._run.name, self._was_killed):
+            return
+        for earlier in self._before:
+            if earlier != state:
+                give_up_state(store, earlier, self._run_id)
+        self._before = [state]
+        self._free()
+
+    def give_up_model(self, checkpoint: Checkpoint) -> bool:
+        """Have a model go whose state no run names any more; False while one does."""
+        return retry(lambda: self._give_up_model(checkpoint))
+
+    def _give_up_model(self, checkpoint: Checkpoint) -> bool:
+        store = objects()
+        if SnapshotStore(store).named_by(checkpoint.train_state):
+            return False
+        made_by = {"run_id": self._run_id, "step": checkpoint.step, "algorithm": checkpoint.algorithm}
+        give_up_model(store, checkpoint.model, **made_by)
+        self._free()
+        return True
+
+    def _was_killed(self, record: Snapshot) -> bool:
+        """Whether a state was left by a try of this run that did not come to its end: what goes on from it now."""
+        if record.meta.get(RUN_NAME) != self._run.name or record.run_id == self._run_id:
+            return False
+        try:
+            head = RunRecords(objects()).find(record.run_id)
+        except NotFound:
+            return False
+        return shown_state(head, runs_under_way(objects())) not in ("completed", "running")
+
+    def _free(self) -> None:
+        if self._freeing is None or self._freeing.running() or self._freeing.done():
+            self._freeing = self._pool.submit(self._freed)
+
+    def _freed(self) -> None:
+        try:
+            free(objects(), extra_roots=frozenset(named_ids([run_async(_served()).encode()])))
+        except Exception as error:  # noqa: BLE001 - whatever storage raises: housekeeping deletes it, too
+            stage_logger().warning("training states that were given up are not deleted yet: %s", error)
+
+
+async def _served() -> str:
+    async with open_store() as store:
+        latest = await store.get_latest_resources()
+        return "" if latest is None else latest.model_dump_json()
+
+
+_current: ContextVar[Keeping | None] = ContextVar("rollout_keeping", default=None)
+
+
+@contextmanager
+def keeping(run: RunInfo, run_id: str) -> Iterator[None]:
+    """Inside the block, one pass of a run's body, states and models are given up as ``run.keep_states`` says."""
+    if run.keep_states == "all":
+        yield
+        return
+    found = Keeping(run, run_id)
+    token = _current.set(found)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        found.close()
+
+
+def current_keeping() -> Keeping | None:
+    """That of the run under way; None where it keeps all, and where it is only planned."""
+    return _current.get()
+
+
+def file_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
+    """Label a checkpoint's state ``name`` for people, if it is stored, and have those before it go."""
+    if (kept := current_keeping()) is not None:
+        kept.later(checkpoint)
+    snapshots = SnapshotStore(objects())
+    state = checkpoint.train_state
+    if retry(lambda: snapshots.was_let_go(state) is None or snapshots.is_present(state)):
+        snapshot(checkpoint, name, label=label)
