@@ -8,11 +8,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from rollout_core.config import CONFIG_KINDS, BudgetConfig, FilesDataset, load_config, parse_config
+from rollout_core.config import CONFIG_KINDS, BudgetConfig, FilesDataset, NightlyConfig, load_config, parse_config
 from rollout_core.data.dataset_sources import read_dataset
 from rollout_core.data.datasets import SftRow
 from rollout_core.plans.first_config import KINDS, choose, config_text
@@ -112,6 +114,31 @@ def test_an_input_beside_an_instruction_is_never_left_out(tmp_path: Path, monkey
     told = FilesDataset(path="theirs.jsonl", format="alpaca", columns={"output": "response"})
     (read,) = read_dataset(told, SftRow, base=tmp_path)
     assert (read.prompt, read.completion) == ("Add.\n\n2 2", "4")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_conversations_are_demonstrations_where_they_end_with_an_answer_and_else_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+):
+    monkeypatch.chdir(tmp_path)
+    asked = [{"role": "user", "content": "2 + 2"}]
+    answered = [*asked, {"role": "assistant", "content": "4"}]
+    rows = {"a-held-out": asked, "b-prompts": asked, "c-train": answered}
+    for name, messages in rows.items():
+        row = {"messages": messages, "answer": "4"}
+        if ending == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), f"{name}.parquet")
+        else:
+            Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    rollout("init", "nightly")
+    config = load_config(Path("nightly.toml"), NightlyConfig)
+    assert config.grpo is not None
+    chosen = (config.sft.dataset, config.grpo.prompts, config.evaluation.prompts)
+    assert [source.model_dump()["path"] for source in chosen] == [
+        f"{name}.{ending}" for name in ("c-train", "b-prompts", "a-held-out")
+    ]
+    Path(f"c-train.{ending}").unlink()
+    assert "not found here: a file of rows" in rollout("init", "sft")
 
 
 @pytest.mark.parametrize("kind", KINDS)

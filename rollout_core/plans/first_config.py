@@ -29,22 +29,24 @@ class Kind:
     """Its name for `rollout schema`."""
     rows: str
     """The rows it learns from, for people."""
-    fits: Callable[[frozenset[str]], bool]
-    """Whether rows of these keys are such rows."""
+    fits: Callable[[RowFile], bool]
+    """Whether a file's rows are such rows."""
     lr: float = 0.0
 
 
-def _are_prompts(keys: frozenset[str]) -> bool:
-    return not keys.isdisjoint({"prompt", "messages"}) and keys.isdisjoint({"completion", "chosen", "label"})
+def _are_prompts(file: RowFile) -> bool:
+    is_asked = not file.keys.isdisjoint({"prompt", "messages"}) and not file.is_answered
+    return is_asked and file.keys.isdisjoint({"completion", "chosen", "label"})
 
 
-def _are_demonstrations(keys: frozenset[str]) -> bool:
+def _are_demonstrations(file: RowFile) -> bool:
     forms = ({"prompt", "completion"}, {"messages"}, {"instruction", "output"}, {"conversations"})
-    return keys.isdisjoint({"label", "chosen"}) and any(form <= keys for form in forms)
+    is_answered = file.is_answered is not False and any(form <= file.keys for form in forms)
+    return is_answered and file.keys.isdisjoint({"label", "chosen"})
 
 
-def _are_pairs(keys: frozenset[str]) -> bool:
-    return {"chosen", "rejected"} <= keys
+def _are_pairs(file: RowFile) -> bool:
+    return {"chosen", "rejected"} <= file.keys
 
 
 _DEMONSTRATIONS = '{"prompt": ..., "completion": ...} or {"messages": [...]}'
@@ -61,7 +63,7 @@ KINDS = {
         "train kto",
         "train-kto",
         '{"prompt": ..., "completion": ..., "label": true}',
-        lambda keys: {"completion", "label"} <= keys,
+        lambda file: {"completion", "label"} <= file.keys,
         1e-6,
     ),
     "ppo": Kind("PPO on the model's own completions", "train ppo", "train-ppo", _PROMPTS, _are_prompts, 1e-6),
@@ -74,7 +76,7 @@ KINDS = {
         "agent train",
         "train-agent",
         "of any keys, each given to the agent as it is",
-        lambda keys: keys.isdisjoint({"completion", "chosen", "label"}),
+        lambda file: file.keys.isdisjoint({"completion", "chosen", "label"}),
         1e-6,
     ),
     "nightly": Kind(
@@ -199,8 +201,8 @@ def _conversion(file: RowFile, names: Mapping[str, str]) -> str:
     return f'python -c "import pandas; pandas.read_{read}{rename}{write}"'
 
 
-def _fitting(found: Surroundings, fits: Callable[[frozenset[str]], bool]) -> list[RowFile]:
-    return [file for file in found.files if fits(file.keys)]
+def _fitting(found: Surroundings, fits: Callable[[RowFile], bool]) -> list[RowFile]:
+    return [file for file in found.files if fits(file)]
 
 
 def _first(files: list[RowFile], *, held_out: bool) -> RowFile | None:

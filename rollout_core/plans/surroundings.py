@@ -31,6 +31,8 @@ class RowFile:
     """From the folder that was looked at."""
     keys: frozenset[str]
     """Of its first row."""
+    is_answered: bool | None = None
+    """Whether the conversation of its first row ends with an answer; None where that is not known."""
 
     @property
     def kind(self) -> str:
@@ -86,8 +88,8 @@ def look_around(folder: Path) -> Surroundings:
         elif is_gguf(path):
             in_gguf += _in_gguf(path, name)
         elif path.suffix in (".jsonl", ".parquet"):
-            keys = _keys_of(path)
-            files += [RowFile(name, keys)] if keys else []
+            found = row_file(path, name)
+            files += [found] if found.keys else []
         elif path.suffix in _SEPARATORS:
             columns = _columns_of(path)
             tables += [RowFile(name, columns)] if columns else []
@@ -96,7 +98,10 @@ def look_around(folder: Path) -> Surroundings:
 
 def row_file(path: Path, name: str) -> RowFile:
     """The file at ``path``, called ``name`` in the configuration; without keys where it cannot be read."""
-    return RowFile(name, _keys_of(path) or frozenset())
+    row = _first_row(path) or {}
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return RowFile(name, frozenset(row), last.get("role") == "assistant" if isinstance(last, dict) else None)
 
 
 def model_folder(path: Path, name: str) -> ModelFolder:
@@ -162,15 +167,18 @@ def _columns_of(path: Path) -> frozenset[str]:
     return frozenset(filter(None, row))
 
 
-def _keys_of(path: Path) -> frozenset[str] | None:
-    """Of the first row; None where there is none."""
+def _first_row(path: Path) -> dict[str, Any] | None:
+    """None where there is none."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            return frozenset(pyarrow.parquet.read_schema(path).names)
+            with pyarrow.parquet.ParquetFile(path) as table:
+                batch = next(table.iter_batches(batch_size=1), None)
+                rows = [] if batch is None else batch.to_pylist()
+                return rows[0] if rows else dict.fromkeys(table.schema_arrow.names)
         with path.open("rb") as lines:
             first: Any = json.loads(lines.readline(MAX_LINE_BYTES))
     except (OSError, ValueError):  # pyarrow's errors are ValueErrors
         return None
-    return frozenset(first) if isinstance(first, dict) else None
+    return first if isinstance(first, dict) else None
