@@ -15,11 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
@@ -27,7 +27,7 @@ from rollout_core.base.stopping import children, in_thread, is_stopping, kill_ch
 from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.inference.base import InferenceBackend, ModelRef, ScriptedEngine
 from rollout_core.inference.lanes import Lanes
-from rollout_core.models.pretrained import tokenizer_files
+from rollout_core.models.pretrained import tokenizer_files, with_defaults
 
 T = TypeVar("T")
 
@@ -52,21 +52,45 @@ def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
     return VLLMEngine(config, model)
 
 
+_UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What two models must share for one's weights to fit the other's engine, which also decodes and knows its ends."""
+
+    config: Mapping[str, Any]
+    """As the model's folder has it."""
+    rest: str
+    """Everything else that counts."""
+
+    def suits(self, other: _Architecture) -> bool:
+        """Whether they are the same. A checkpoint's file has all keys; its base's may lack those at their defaults."""
+        return self.rest == other.rest and (
+            self._compared(self.config) == self._compared(other.config)
+            or self._compared(with_defaults(self.config)) == self._compared(with_defaults(other.config))
+        )
+
+    @staticmethod
+    def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in config.items() if key not in _UNIMPORTANT}
+
+
 @dataclass
 class _Resident:
     """The engine of a pool."""
 
     config: BackendConfig
-    architecture: str
+    architecture: _Architecture
     backend: InferenceBackend
     lanes: Lanes
     users: int = 0
     suspect: bool = False
     """A failure during its use may have left it in any state: nobody else joins, and its last user drops it."""
 
-    def suits(self, config: BackendConfig, architecture: str) -> bool:
+    def suits(self, config: BackendConfig, architecture: _Architecture) -> bool:
         """Whether it needs other weights at most."""
-        return not self.suspect and self.config == config and self.architecture == architecture
+        return not self.suspect and self.config == config and self.architecture.suits(architecture)
 
 
 class EnginePool:
@@ -162,7 +186,7 @@ class EnginePool:
         return resident
 
     def _prepare(
-        self, config: BackendConfig, model: ModelRef, architecture: str, say: Callable[[str], None]
+        self, config: BackendConfig, model: ModelRef, architecture: _Architecture, say: Callable[[str], None]
     ) -> _Resident:
         if self._resident is not None and not self._resident.suits(config, architecture):
             self._drop()
@@ -290,20 +314,16 @@ def _show_stacks(timeout_seconds: float) -> None:
     wait([in_thread(lambda: log.error(text))], timeout=1.0)
 
 
-def _architecture(model: ModelRef, backend: BackendConfig) -> str:
-    """What two models must share for one's weights to fit the other's engine, which also decodes and knows its ends.
-
-    Not the dtype of their files where the engine has its own, to which it brings whatever it loads: a run's base may be
-    stored in bfloat16 and its checkpoints in float32.
-    """
+def _architecture(model: ModelRef, backend: BackendConfig) -> _Architecture:
+    """The dtype of a model's files is no part of it where the engine has its own, to which it brings whatever it loads:
+    a run's base may be stored in bfloat16 and its checkpoints in float32."""
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
-    stored = [config.pop(name, None) for name in ("dtype", "torch_dtype")]
-    if getattr(backend, "concrete_dtype", getattr(backend, "dtype", "auto")) == "auto":
+    stored = config.get("dtype", config.get("torch_dtype"))
+    dtype = getattr(backend, "concrete_dtype", getattr(backend, "dtype", "auto"))
+    if dtype == "auto":
         # vLLM takes the model's own then, and bfloat16 for float32.
-        config["dtype"] = ["bfloat16" if dtype == "float32" else dtype for dtype in stored if dtype is not None]
-    for unimportant in ("_name_or_path", "transformers_version"):
-        config.pop(unimportant, None)
+        dtype = "bfloat16" if stored == "float32" else stored
     generation = model.folder / "generation_config.json"
     ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
     tokenizer = {file.name: hash_bytes(file.read_bytes()) for file in tokenizer_files(model.folder)}
-    return json.dumps([config, ends, tokenizer], sort_keys=True)
+    return _Architecture(config, json.dumps([dtype, ends, tokenizer], sort_keys=True))

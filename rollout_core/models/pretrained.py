@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -42,6 +42,17 @@ def read_config(folder: Path) -> Any:
 
     refuse_own_code(folder)
     return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json in the form that transformers writes today, with the defaults of their class; unchanged
+    where the model type is none of its own. Two files that mean the same configuration are equal then."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return dict(config)
+    return CONFIG_MAPPING[kind].from_dict(dict(config)).to_dict()
 
 
 def read_tokenizer(folder: Path, *, generic: bool) -> Any:

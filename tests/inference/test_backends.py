@@ -342,6 +342,23 @@ def test_a_base_in_bfloat16_and_a_checkpoint_in_float32_share_an_engine(config, 
     assert built == [base] and found.model_id == tiny.content_id
 
 
+def test_a_base_whose_configuration_has_fewer_keys_or_an_older_form_shares_its_checkpoints_engine(
+    tiny, built, tmp_path
+):
+    shutil.copytree(tiny.folder, tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text())
+    older = {key: config[key] for key in config if key not in ("attention_dropout", "initializer_range", "use_cache")}
+    older |= {"torch_dtype": older.pop("dtype"), "rope_theta": older.pop("rope_parameters")["rope_theta"]}
+    path.write_text(json.dumps({**older, "transformers_version": "4.46.0"}))
+    base = ref(tmp_path / "base")
+    assert base.content_id != tiny.content_id
+    for model in (base, tiny):
+        with engine(SCRIPTED, model):
+            pass
+    assert built == [base]
+
+
 def test_an_engine_in_doubt_is_dropped(tiny, built):
     with pytest.raises(KeyboardInterrupt), engine(SCRIPTED, tiny):
         raise KeyboardInterrupt
