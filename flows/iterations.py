@@ -210,12 +210,6 @@ class TrainingStates:
             if done.model not in needed and kept.give_up_model(done):
                 del self._models[iteration]
 
-    def is_stored(self, number: int, checkpoint: Checkpoint) -> bool:
-        """Whether the state that iteration ``number`` left is stored, which an earlier run may have left out."""
-        state = checkpoint.train_state
-        is_gone = self._snapshots.was_let_go(state) is not None and not self._snapshots.is_present(state)
-        return self._settings.stores_state(number) and not is_gone
-
     def _is_of_a_longer_run(self, checkpoint: Checkpoint) -> bool:
         """Whether the outcome of the last iteration was one on the way of another run, which has not kept it: the state
         was not stored, or given up with its model."""

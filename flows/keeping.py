@@ -121,10 +121,16 @@ def current_keeping() -> Keeping | None:
 
 
 def file_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
-    """Label a checkpoint's state ``name`` for people, if it is stored, and have those before it go."""
+    """Have the states before a checkpoint's go, if that is stored, and label it ``name`` for people."""
     if (kept := current_keeping()) is not None:
         kept.later(checkpoint)
-    snapshots = SnapshotStore(objects())
-    state = checkpoint.train_state
-    if retry(lambda: snapshots.was_let_go(state) is None or snapshots.is_present(state)):
+    label_state(checkpoint, name, label=label)
+
+
+def label_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
+    """Label a checkpoint's state for people, unless it is not stored. One that was given up since has its label."""
+    snapshots, state = SnapshotStore(objects()), checkpoint.train_state
+    is_there = retry(lambda: snapshots.was_let_go(state) is None or snapshots.is_present(state))
+    labelled = {"checkpoint": checkpoint, "snapshot_label": name, "label": label}
+    if is_there or retry(lambda: snapshot.find(labelled)) is not None:
         snapshot(checkpoint, name, label=label)

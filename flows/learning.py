@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.curriculum import Opening, opening_of
 from flows.iterations import SamplesAhead, TrainingStates
-from flows.keeping import current_keeping, file_state
+from flows.keeping import current_keeping, file_state, label_state
 from flows.partial_rollouts import Carrying
 from flows.replay import Replaying
 from rollout_core.base.errors import Fatal
@@ -47,7 +47,6 @@ from tasks.imports import (
 )
 from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.logs import log_iteration
-from tasks.promotion import snapshot
 from tasks.rehearsing import is_stand_in, rehearsal_remark
 from tasks.score import evaluate, score_rewards, select_groups
 
@@ -261,8 +260,8 @@ def policy_iterations(
             check_guards(settings, checkpoint, label)
             ahead.learned(number, checkpoint.model)
             kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
-            if states.is_stored(number, checkpoint):
-                snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
+            if settings.stores_state(number):
+                label_state(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
             log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
             iterations.append(Iteration(drawn.mean_reward, checkpoint))
             model, train_state = checkpoint.model, checkpoint.train_state
