@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,11 @@ def test_what_is_no_template_is_one_clear_error(tiny_model: Path, objects: Objec
     missing = problem(chat_template="nowhere.jinja")
     assert "nowhere.jinja cannot be read" in missing and "No such file" in missing and "or its text" in missing
     assert "it is no UTF-8 text" in problem(chat_template="binary.jinja")
+    (tmp_path / "large.jinja").write_text("a" * 2_000_000)
+    assert "large.jinja has more than 1,048,576 bytes" in problem(chat_template="large.jinja")
+    os.mkfifo(tmp_path / "pipe.jinja")
+    assert "pipe.jinja is no file" in problem(chat_template="pipe.jinja")
+    assert "/dev/zero is no file" in problem(chat_template="/dev/zero")
     assert "empty.jinja is empty" in problem(chat_template="empty.jinja")
     assert "chat_template never reads 'enable_thinkin'; did you mean 'enable_thinking'?" in problem(
         chat_template=SWITCH, chat_template_kwargs={"enable_thinkin": False}

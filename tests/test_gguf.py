@@ -277,6 +277,18 @@ def test_phi_3_takes_the_spaces_behind_its_marks(tmp_path: Path, pieces: tuple[A
     assert stripping.encode("</s>  a", add_special_tokens=False) == plain.encode("</s>a", add_special_tokens=False)
 
 
+def test_phi_3_ends_turns_where_no_file_says_so(tmp_path: Path):
+    tokens = [f"<{number}>" for number in range(300)]
+    tokens[7:11] = ["<|end|>", "a", "b", "ab"]
+    known = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["a b"]}
+    for family, said, expected in (("phi3", None, [2, 7]), ("phi3", 5, [2, 5]), ("llama", None, 2)):
+        name = f"{family}-{said}"
+        settings = known | {"tokenizer.ggml.eot_token_id": said}
+        write_model(tmp_path / f"{name}.gguf", family, make_model(family), settings=settings)
+        folder = converted(tmp_path / f"{name}.gguf", tmp_path / name)
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == expected
+
+
 def test_any_of_several_ends_and_templates_come_along(tmp_path: Path):
     more = {
         "tokenizer.ggml.eot_token_id": 5,
@@ -321,6 +333,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "tensor blk.0.attn_sinks.weight is none of a llama's",
     ),
     "a layer too many": ({"settings": {"block_count": 4_000_000_000}}, "block_count is 4000000000, and there are"),
+    "more layers than any model has": (
+        {
+            "settings": {"block_count": 1001},
+            "tensors": {f"blk.{number}.attn_norm.weight": np.ones(1, np.float32) for number in range(2, 1001)},
+        },
+        "block_count is 1001; models of at most 1000 layers",
+    ),
+    "a head wider than memory": (
+        {
+            "settings": dict.fromkeys(
+                ("attention.key_length", "attention.value_length", "rope.dimension_count"), 2**32 - 2
+            ),
+            "tensors": {"rope_freqs.weight": np.ones(8, np.float32)},
+        },
+        "rope_freqs.weight has 8 numbers; expected half of a head's 4294967294",
+    ),
+    "a word without end": (
+        {
+            "settings": {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.pre": "default",
+                "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a" * 500_000, *(f"[PAD{n}]" for n in range(4, 300))],
+                "tokenizer.ggml.token_type": [1] * 300,
+                "tokenizer.ggml.scores": [0.0] * 300,
+            }
+        },
+        r"token 'aaaaaaaaaaaaaaaaaaaa'... has 500,000 characters; expected at most 1,000",
+    ),
     "another split": ({"settings": {"tokenizer.ggml.pre": "falcon"}}, "it cuts texts as 'falcon' does.*--tokenizer"),
     "no split": ({"settings": {"tokenizer.ggml.pre": None}}, "cannot be rebuilt: it does not say how"),
     "another kind of tokenizer": ({"settings": {"tokenizer.ggml.model": "t5"}}, "of the kind 't5'.*gpt2 and llama are"),
@@ -373,6 +413,40 @@ def test_a_file_that_is_none_or_not_whole_is_refused(tiny_gguf: Path, tmp_path: 
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=problem):
             read_header(file)
+
+
+def test_a_tensor_twice_and_tensors_over_each_other_are_refused(tmp_path: Path):
+    file = tmp_path / "tiny.gguf"
+    write_model(file, "llama", make_model("llama"))
+    data = bytearray(file.read_bytes())
+    place = data.index(b"blk.1.attn_norm.weight")
+    data[place : place + len(b"blk.1.")] = b"blk.0."
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"holds blk\.0\.attn_norm\.weight for a second time"):
+        read_header(file)
+    many = gguf.GGUFWriter(file, "llama")
+    for number in range(3):
+        many.add_tensor(f"t{number}", np.ones((300, 32), np.float32))
+    many.write_header_to_file()
+    many.write_kv_data_to_file()
+    many.write_tensors_to_file()
+    many.close()
+    data = bytearray(file.read_bytes())
+    for number in range(3):
+        place = data.index(f"t{number}".encode()) + 2 + 4 + 16 + 4
+        data[place : place + 8] = bytes(8)
+    start = min(tensor.offset for tensor in read_header(file).tensors.values())
+    file.write_bytes(data[: start + 300 * 32 * 4])
+    with pytest.raises(ConfigError, match="its tensors lie over each other"):
+        read_header(file)
+
+
+def test_errors_name_the_file_also_where_it_gets_another_chat_template(tmp_path: Path):
+    other = {"blk.1.ffn_up.weight": np.ones((40, 32), np.float32)}
+    write_model(tmp_path / "tiny.gguf", "llama", make_model("llama"), tensors=other)
+    source = ModelSource(uri="tiny.gguf", chat_template="{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match=r"^weights in .*tiny\.gguf do not fit .*has shape \[40, 32\]"):
+        check_model(source, tmp_path)
 
 
 def test_whatever_bytes_change_the_file_is_read_or_refused(tiny_gguf: Path, tmp_path: Path):

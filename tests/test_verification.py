@@ -154,6 +154,13 @@ def test_repair_sets_aside_what_is_damaged_and_what_needs_it(stored: Stored) -> 
     assert stored.found() == []
 
 
+@pytest.mark.parametrize("folder", ["gguf-models", "merged-models", "templated-models"])
+def test_a_model_that_a_run_makes_again_is_not_lost(stored: Stored, folder: str) -> None:
+    stored.objects.set_ref(f"{folder}/a", stored.model)
+    stored.flip(stored.weights)
+    assert [lost for _, _, lost in repaired(stored)] == [False]
+
+
 @pytest.mark.parametrize("kind", ["s3", "gcs"])
 def test_a_bucket_is_verified_and_repaired_like_a_folder(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path

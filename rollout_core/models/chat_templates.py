@@ -76,10 +76,14 @@ def _chosen(source: ModelSource, base: Path, own: Callable[[], str | None]) -> t
 
 def _read(file: Path, where: str) -> str:
     try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise ConfigError(f"{where} is no file (looked at {file}); give one with a Jinja template, or its text")
         if file.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{where} has more than {_MOST_BYTES:,} bytes; expected a Jinja template")
         with file.open(encoding="utf-8", newline="") as opened:
             text = opened.read()
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # no UTF-8, or a path that cannot be one
         reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise ConfigError(

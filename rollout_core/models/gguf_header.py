@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,7 +136,13 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if not isinstance(alignment, int) or alignment <= 0:
             raise ConfigError(f"{file}: general.alignment is {alignment!r}; expected a whole number above 0")
         start = -(-reader.place // alignment) * alignment
-        return settings, {entry.name: _placed(entry, start, len(data), file) for entry in entries}
+        placed = {entry.name: _placed(entry, start, len(data), file) for entry in entries}
+        if len(placed) < len(entries):
+            [(twice, _)] = Counter(entry.name for entry in entries).most_common(1)
+            raise ConfigError(f"{file} holds {twice} for a second time; expected each tensor once")
+        if sum(tensor.num_bytes for tensor in placed.values()) > len(data):
+            raise ConfigError(f"{file}: its tensors lie over each other, as they are larger than it is")
+        return settings, placed
 
 
 @contextmanager

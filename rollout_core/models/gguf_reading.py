@@ -22,14 +22,16 @@ from rollout_core.models.gguf_format import rotated_heads
 from rollout_core.models.gguf_header import GGUFHeader, StoredTensor, can_read, kinds_of, need_gguf, read_header
 from rollout_core.models.gguf_settings import REQUIRED, GGUFSettings, shortest
 from rollout_core.models.gguf_tokenizer import rebuild_tokenizer, refuse_unread, special_tokens
-from rollout_core.models.pretrained import MOST_FILE_BYTES, copy_tokenizer
+from rollout_core.models.pretrained import MOST_FILE_BYTES, copy_tokenizer, read_object
 
 WeightType = Literal["bfloat16", "float16", "float32"]
 DEFAULT_TYPE: WeightType = "bfloat16"
-READ_VERSION = 1
+READ_VERSION = 2
 """Raised when the same file gives another folder."""
 _TOGETHER = 1 << 24
 """Numbers that are made at a time, in float32."""
+_MOST_LAYERS = 1000
+"""Of one layer `gguf` makes hundreds of names, before anything is known of its tensors."""
 _TYPE_NAMES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -109,6 +111,8 @@ class _Settings:
         count = self.of.everywhere(self.name("block_count"))
         if count > len(self.tensors):
             self.of.refuse(f"{self.name('block_count')} is {count}, and there are {len(self.tensors)} tensors")
+        if count > _MOST_LAYERS:
+            self.of.refuse(f"{self.name('block_count')} is {count}; models of at most {_MOST_LAYERS} layers are read")
         return count
 
     @property
@@ -163,7 +167,7 @@ def read_gguf(
 
 def _has_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
-    inside = config.is_file() and "chat_template" in json.loads(config.read_bytes())
+    inside = config.is_file() and bool(read_object(config).get("chat_template"))
     return inside or (folder / "chat_template.jinja").is_file()
 
 
@@ -252,13 +256,18 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 def _llama3_scaling(own: _Settings, theta: float) -> dict[str, Any]:
     found = np.array(own.factors(_ROPE_FREQUENCIES))
+    if len(found) != -(-own.head_width // 2):
+        own.of.refuse(
+            f"tensor {_ROPE_FREQUENCIES} has {len(found)} numbers; expected half of a head's {own.head_width}"
+        )
     factor = shortest(float(found.max()))
-    lengths = 2 * math.pi * theta ** (np.arange(0, own.head_width, 2) / own.head_width)
     low, high, known = (_LLAMA3[key] for key in _LLAMA3)
-    smooth = (known / lengths - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
+    with np.errstate(all="ignore"):
+        lengths = 2 * math.pi * theta ** (np.arange(0, own.head_width, 2) / own.head_width)
+        smooth = (known / lengths - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
     expected = np.where(lengths < known / high, 1.0, np.where(lengths > known / low, factor, between))
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):
+    if not np.allclose(found, expected, rtol=1e-4):
         own.of.refuse(
             f"tensor {_ROPE_FREQUENCIES} scales positions in another way than Llama 3.1 does, which has no name in "
             "Transformers"

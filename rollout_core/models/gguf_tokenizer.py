@@ -20,6 +20,10 @@ from rollout_core.models.gguf_settings import GGUFSettings
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _NOT_A_TOKEN = re.compile(r"\[PAD\d+\]")
 _SPACE = "\u2581"
+_END_OF_PHI_3 = "<|end|>"
+"""Ends a turn. Files do not say so, and llama.cpp knows it by its text; the template writes EOS behind it."""
+_MOST_CHARACTERS = 1000
+"""Of a word of SentencePiece, whose own limit is 16 unless it was told another; each is cut in every place."""
 _INSTEAD = "give another tokenizer: --tokenizer, or model.tokenizer, a folder or a hub id"
 _OF_NO_TEXT = (
     *("token_type_count", "remove_extra_whitespaces", "mask_token_id", "seperator_token_id", "cls_token_id"),
@@ -60,7 +64,10 @@ def special_tokens(settings: GGUFSettings) -> SpecialTokens:
         name: settings.whole(f"tokenizer.ggml.{name}_token_id", None)
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
     }
-    count = len(settings.words("tokenizer.ggml.tokens"))
+    tokens = settings.words("tokenizer.ggml.tokens")
+    count = len(tokens)
+    if found["eot"] is None and settings.text("general.architecture") == "phi3" and _END_OF_PHI_3 in tokens:
+        found["eot"] = tokens.index(_END_OF_PHI_3)
     for name, number in found.items():
         if number is not None and number >= count:
             settings.refuse(f"tokenizer.ggml.{name}_token_id is {number}, and there are {count} tokens")
@@ -177,6 +184,8 @@ def _sentence_piece(
     scores = settings.numbers("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         settings.refuse(f"there are {len(tokens)} tokens, and scores of {len(scores)}")
+    if long := next((token for token in tokens if len(token) > _MOST_CHARACTERS), None):
+        settings.refuse(f"token {long[:20]!r}... has {len(long):,} characters; expected at most {_MOST_CHARACTERS:,}")
     begins = settings.truth("tokenizer.ggml.add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}

@@ -347,7 +347,7 @@ def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> It
         files = model_files(found.folder, found.folder)
         with linked_files({name: file for name, file in files.items() if name not in REPLACED_FILES}) as folder:
             (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8", newline="")
-            yield Description(folder, found.has_weights)
+            yield Description(folder, found.has_weights, found.file)
 
 
 @contextmanager

@@ -251,6 +251,7 @@ CACHES = (
     "pictures",
     "merged-models",
     "gguf-models",
+    "templated-models",
     "prompt-shards",
     "tokenized",
     "reference-logprobs",
