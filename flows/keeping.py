@@ -7,6 +7,7 @@ before or the later one. What was given up still counts for the results that nam
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ from tasks.logs import stage_logger
 from tasks.promotion import snapshot
 from tasks.stage import retry
 
+_PAUSE_PER_SECOND = 10.0
+"""Deleting looks at every name of the storage; so many times as long as that took it is left alone, and done at the
+end, so that a run beside a large storage does not spend its time on it."""
+
 
 class Keeping:
     """Of one pass of a run's body."""
@@ -38,10 +43,16 @@ class Keeping:
         """States that the run has come by, and may name."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="free")
         self._freeing: Future[None] | None = None
+        self._pause_ends = 0.0
+        """By `time.monotonic`."""
+        self._is_left = False
+        """Whether something was given up since it was last deleted."""
 
     def close(self) -> None:
         """Wait until what was given up is deleted, but where the run is to stop: the next one does the rest."""
-        self._pool.shutdown(wait=not is_stopping(), cancel_futures=True)
+        if self._is_left and not is_stopping():
+            self._pool.submit(self._freed)
+        self._pool.shutdown(wait=not is_stopping(), cancel_futures=is_stopping())
 
     def later(self, checkpoint: Checkpoint) -> None:
         """The run has come to a state. If that is stored, those before it go."""
@@ -81,12 +92,18 @@ class Keeping:
         return shown_state(head, runs_under_way(objects())) not in ("completed", "running")
 
     def _free(self) -> None:
-        if self._freeing is None or self._freeing.running() or self._freeing.done():
+        is_busy = self._freeing is not None and not self._freeing.done()
+        self._is_left = is_busy or time.monotonic() < self._pause_ends
+        if not self._is_left:
             self._freeing = self._pool.submit(self._freed)
 
     def _freed(self) -> None:
+        began = time.monotonic()
         try:
-            free(objects(), extra_roots=frozenset(named_ids([run_async(_served()).encode()])))
+            store = objects()
+            free(store, extra_roots=frozenset(named_ids([run_async(_served()).encode()])))
+            ended = time.monotonic()
+            self._pause_ends = ended + _PAUSE_PER_SECOND * max(0.0, ended - began - store.files.settle_seconds)
         except Exception as error:  # noqa: BLE001 - whatever storage raises: housekeeping deletes it, too
             stage_logger().warning("training states that were given up are not deleted yet: %s", error)
 

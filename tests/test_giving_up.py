@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import GIVEN_UP_REFS
+from rollout_core.objects.gc import Marking
 from rollout_core.objects.giving_up import free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, RUN_NAME, progress_ref
+from rollout_core.objects.sweeps import announced
 from rollout_core.objects.unstored import check_stored, is_whole, put_model, unstored_model
 from rollout_core.objects.verification import verify_store
 from tests.test_housekeeping import NOW, clean, promote
@@ -201,6 +204,51 @@ def test_a_run_that_is_killed_before_it_deletes_leaves_that_to_the_next(objects:
     free(objects)
     assert (has(objects, first), has(objects, second)) == ((False, False), (False, False))
     assert objects.ref_names(GIVEN_UP_REFS) == []
+
+
+@pytest.mark.parametrize("moment", ["complaints", "reach_refs"])
+def test_a_state_that_a_run_names_while_names_are_looked_at_stays(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    first, snapshots = update(objects, tmp_path, 1), SnapshotStore(objects)
+    found = snapshots.get(first.train_state)  # as another run sees it before it is given up
+    give_up(objects, first)
+    look = getattr(Marking, moment)
+
+    def meanwhile(marking: Marking) -> object:
+        snapshots.put_record(found.model_copy(update={"run_id": "two"}))
+        return look(marking)
+
+    monkeypatch.setattr(Marking, moment, meanwhile)
+    assert free(objects) == 0
+    assert has(objects, first) == (True, True)
+
+
+def test_who_names_a_state_that_is_about_to_be_deleted_waits_and_finds_it_gone(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
+    first = update(objects, tmp_path, 1)
+    moments = hash_bytes(b"moments 1 " * 999)
+    objects.files.settle_seconds = 0.5
+    with announced(objects.files, [moments]):
+        threading.Timer(0.1, objects.delete, [moments]).start()
+        assert not stand_on(objects, first.train_state, "two", "other", never)
+
+
+def test_a_model_folder_that_somebody_starts_from_is_stored_though_a_run_gave_the_same_up(
+    objects: ObjectStore, tmp_path: Path, tiny_model: Path
+) -> None:
+    model = objects.put_tree(tiny_model)
+    assert import_model(ModelSource(uri=str(tiny_model)), objects, Path()) == model
+    give_up_model(objects, model, run_id="one", step=1, algorithm="GRPO")
+    assert free(objects) == 0 and objects.tree_is_present(model), "it was named as a start before"
+    for name in objects.ref_names("chosen-models"):
+        objects.delete_ref(name)
+    give_up_model(objects, model, run_id="one", step=1, algorithm="GRPO")
+    assert free(objects) > 0 and not objects.tree_is_present(model)
+    assert import_model(ModelSource(uri=str(tiny_model)), objects, Path()) == model
+    clean(objects, NOW)
+    assert objects.tree_is_present(model)
 
 
 def test_word_of_what_was_given_up_keeps_nothing(objects: ObjectStore, tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def snapshot_restore(
         from rollout_core.objects.snapshots import SnapshotStore
 
         with object_store(storage) as objects:
-            restored = SnapshotStore(objects).restore(complete_snapshot_id(objects, snapshot_id), folder)
+            snapshots, found = SnapshotStore(objects), complete_snapshot_id(objects, snapshot_id)
+            snapshots.get(found)  # of one that was given up: a look has no run compute it again
+            restored = snapshots.restore(found, folder)
         typer.echo(f"{folder}: step {restored.step} of {restored.algorithm}, {restored.size_bytes:,} bytes")
 
 

@@ -83,6 +83,11 @@ class Resumption:
         self._arithmetic = [arithmetic()]
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
+        self._deleter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="free")
+        """Looks at the whole storage, so nobody waits for it; what it leaves the run deletes, or housekeeping."""
+        self._freeing: Future[None] | None = None
+        self._dropped: set[ContentId] = set()
+        """Manifests of snapshots that were given up and are yet to be freed."""
         self._is_due = False
         evaluation = getattr(settings, "evaluation", None)
         self._keeps_best = evaluation is not None and evaluation.select == "best"
@@ -97,6 +102,7 @@ class Resumption:
 
     def __exit__(self, *exc_info: object) -> None:
         self._writer.shutdown(wait=True)
+        self._deleter.shutdown(wait=False, cancel_futures=True)
 
     def restore(self, state: TrainState) -> Origin:
         """Bring ``state`` to the last snapshot of this update, else to the one it is to start from, if there is one.
@@ -275,9 +281,16 @@ class Resumption:
         self._context.objects.set_ref(self._ref, snapshot.id)
         if is_best:  # until here an update that is taken up needs the one before
             self._keep_best(snapshot.id)
-        dropped = self._drop_older()
-        if dropped:
+        self._dropped |= self._drop_older()
+        if self._dropped and (self._freeing is None or self._freeing.done()):
+            self._freeing = self._deleter.submit(copy_context().run, self._free, self._dropped)
+            self._dropped = set()
+
+    def _free(self, dropped: set[ContentId]) -> None:
+        try:
             free(self._context.objects, among=dropped)
+        except Exception as error:  # noqa: BLE001 - whatever storage raises: the run and housekeeping delete it, too
+            log.info("snapshots that were given up are not deleted yet: %s", error)
 
     def _drop_older(self) -> set[ContentId]:
         """Give up the snapshots that the settings do not keep; their manifests."""

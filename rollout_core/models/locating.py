@@ -51,7 +51,7 @@ from rollout_core.models.pretrained import (
 )
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
-from rollout_core.objects.files import CHOSEN_REFS
+from rollout_core.objects.giving_up import keep_model
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.records import record_derivation
 from rollout_core.objects.trees import hash_file
@@ -441,8 +441,8 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
     folder = locate_model(source, base)
     if folder is None:
         content_id = ContentId(source.uri)
-        objects.set_ref(f"{CHOSEN_REFS}/{content_id}", content_id)  # first: the run that made it may be under way
-        check_stored(content_id, objects)
+        if not keep_model(objects, content_id):
+            check_stored(content_id, objects)
         return content_id
     if is_gguf(folder):
         return import_gguf(source, objects, base).model
@@ -455,6 +455,8 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
         with linked_files(files) as linked:
             facts = inspect_bounded(linked, has_weights=True)
     filed = objects.put_paths(files)
+    if not keep_model(objects, filed):  # of a run that gave it up while it was put
+        objects.put_paths(files)
     if mark_of(model_files(folder, tokenizer)) != mark:
         raise Conflict(f"model folder {folder} changed while it was read; run again when nobody writes to it")
     if facts is not None:

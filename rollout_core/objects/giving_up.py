@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.objects.files import GIVEN_UP_REFS, RESULT_REFS, FileStat
+from rollout_core.objects.files import CHOSEN_REFS, GIVEN_UP_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat
 from rollout_core.objects.gc import KEEPING_REFS, WEIGHTS, Marking, Scope
 from rollout_core.objects.snapshots import FINISHED, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 from rollout_core.objects.store import ObjectStore, blob_key
-from rollout_core.objects.sweeps import announced
+from rollout_core.objects.sweeps import announced, wait_for_sweep
 from rollout_core.objects.unstored import note_given_up
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def stand_on(
         label = newest.label if newest.is_kept_by_label else FINISHED
         own = {"run_id": run_id, "label": label, "meta": meta, "created_at": datetime.now(UTC)}
         snapshots.put_record(newest.model_copy(update=own))
+        _wait_for_sweep(objects, newest.files)
     if not snapshots.is_present(state):
         return False
     for record in filter(is_over, others):
@@ -81,6 +82,22 @@ def give_up_model(objects: ObjectStore, model: ContentId, *, run_id: str, step: 
         objects.set_ref(f"{GIVEN_UP_REFS}/{model}", model)
 
 
+def keep_model(objects: ObjectStore, model: ContentId) -> bool:
+    """Have a model stay that somebody names as the start of a run, though the run that made it may give it up at this
+    moment. False where not all of it is stored."""
+    objects.set_ref(f"{CHOSEN_REFS}/{model}", model)
+    _wait_for_sweep(objects, model)
+    return objects.tree_is_present(model)
+
+
+def _wait_for_sweep(objects: ObjectStore, tree: ContentId) -> None:
+    try:
+        files = objects.manifest(tree).files
+    except (NotFound, CorruptObject, ConfigError):
+        return
+    wait_for_sweep(objects.files, [file.content_id for file in files if file.path.endswith(WEIGHTS)])
+
+
 def free(
     objects: ObjectStore, *, among: Collection[ContentId] | None = None, extra_roots: Collection[ContentId] = ()
 ) -> int:
@@ -92,20 +109,20 @@ def free(
     """
     words = {ContentId(name.rpartition("/")[2]): name for name in objects.ref_names(GIVEN_UP_REFS)}
     words = {tree: name for tree, name in words.items() if among is None or tree in among}
+    chosen, states = _chosen(objects), set(objects.ref_names(SNAPSHOT_REFS))
     found: dict[ContentId, FileStat] = {}
     for tree in words:
         found |= _files(objects, tree)
     if not found:
         return _forget(objects, words.values())
-    chosen = _chosen(objects)
     with announced(objects.files, found.keys()):
         marking = Marking(objects, dict(objects.blobs()), 0.0, Scope(extra_roots, weights_of_inputs=False))
         marking.reach_refs()
         if marking.complaints() or _chosen(objects) != chosen:
             return 0
-        gone = [
-            blob for blob, stat in found.items() if blob not in marking.reached and _is_as_before(objects, blob, stat)
-        ]
+        # Marking takes a while in a large store, and does not follow what was put meanwhile.
+        reached = marking.reached | _named_since(objects, states)
+        gone = [blob for blob, stat in found.items() if blob not in reached and _is_as_before(objects, blob, stat)]
         for blob in gone:
             objects.delete(blob)
         _forget(objects, words.values())
@@ -122,6 +139,15 @@ def _files(objects: ObjectStore, tree: ContentId) -> dict[ContentId, FileStat]:
     large = [file.content_id for file in files if file.path.endswith(WEIGHTS)]
     stats = dict(zip(large, objects.in_parallel(lambda blob: objects.files.stat(blob_key(blob)), large), strict=True))
     return {blob: stat for blob, stat in stats.items() if stat and put and stat.modified <= put.modified}
+
+
+def _named_since(objects: ObjectStore, before: Collection[str]) -> set[ContentId]:
+    """Files of the states that are named now, and were not ``before``."""
+    found: set[ContentId] = set()
+    for name in set(objects.ref_names(SNAPSHOT_REFS)).difference(before):
+        for record in SnapshotStore(objects).named_by(ContentId(name.split("/")[1])):
+            found |= {file.content_id for file in objects.manifest(record.files).files}
+    return found
 
 
 def _is_as_before(objects: ObjectStore, blob: ContentId, before: FileStat) -> bool:

@@ -49,6 +49,14 @@ def is_swept_away(files: Files, key: str, content_id: ContentId) -> bool:
     return files.stat(key) is None
 
 
+def wait_for_sweep(files: Files, content_ids: Collection[ContentId]) -> None:
+    """Where one of these blobs is about to be deleted, wait until that is done, or spared. For who has named them just
+    now: whoever deletes looks at names last of all."""
+    sweeps = [sweep for sweep, _ in files.list(_FOLDER)]
+    if any(_names(files, sweep, content_id) for sweep in sweeps for content_id in content_ids):
+        time.sleep(files.settle_seconds)
+
+
 def _names(files: Files, sweep: str, content_id: ContentId) -> bool:
     with suppress(FileNotFoundError):  # it has ended
         data = files.read(sweep)
