@@ -57,7 +57,7 @@ from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
 from rollout_core.data.training_data import RowForm, pair_form, sft_form, training_items, unpaired_form
 from rollout_core.data.turn_ends import turn_ends
 from rollout_core.models.architecture import WithoutAdapters, with_lora
-from rollout_core.models.facts import check_reference, check_teacher
+from rollout_core.models.facts import check_reference, check_teacher, end_ids
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Checkpoint
 
@@ -116,10 +116,13 @@ def rm_update(
     """
     folder = context.model(model)
     tokenizer = load_tokenizer(folder)
-    ends = {tokenizer.eos_token_id, *turn_ends(folder, tokenizer)}
+    ends = {*end_ids(folder, tokenizer), *turn_ends(folder, tokenizer)}
+
+    def is_blank(token: int) -> bool:
+        return not tokenizer.decode([token]).strip()
 
     def ended(pair: Pair) -> Pair:
-        chosen, rejected = (until_end(answer, ends) for answer in (pair.chosen, pair.rejected))
+        chosen, rejected = (until_end(answer, ends, is_blank) for answer in (pair.chosen, pair.rejected))
         return Pair(pair.prompt, chosen, rejected, pair.margin)
 
     form = pair_form(settings, need_prompts=False)

@@ -223,9 +223,15 @@ def test_a_policy_from_preferences_is_a_usable_model(tiny_model, tmp_path):
 
 
 def test_sequences_end_where_engines_end_them():
-    assert until_end([5, 9, 7], {9}) == [5, 9]
-    assert until_end([9, 5, 9], {9}) == [9, 5, 9]
-    assert until_end([5, 7], {9}) == [5, 7]
+    def until(token_ids: list[int], ends: set[int]) -> list[int]:
+        return until_end(token_ids, ends, lambda token: token == 0)
+
+    assert until([5, 9, 7], {9}) == [5, 9]
+    assert until([9, 5, 9], {9}) == [9, 5, 9]
+    assert until([5, 7], {9}) == [5, 7]
+    assert until([5, 8, 0, 9], {8, 9}) == [5, 8], "an engine stops at the first"
+    assert until([8, 5, 9, 0, 8], {8, 9}) == [8, 5, 9]
+    assert until([8, 0, 5, 9], {8, 9}) == [8, 0, 5, 9], "a conversation of several turns"
 
 
 def test_padding_with_eos_is_left_unnamed(tiny_model):
