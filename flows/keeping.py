@@ -19,7 +19,7 @@ from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.config import RunInfo
 from rollout_core.objects import Snapshot, SnapshotStore
 from rollout_core.objects.gc import named_ids
-from rollout_core.objects.giving_up import free, give_up_model, give_up_state, stand_on
+from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
@@ -60,7 +60,7 @@ class Keeping:
 
     def _later(self, checkpoint: Checkpoint) -> None:
         state, store = checkpoint.train_state, objects()
-        if not stand_on(store, state, self._run_id, self._run.name, self._was_killed):
+        if not stand_on(store, state, self._run_id, self._run.name, self._fate):
             return
         for earlier in self._before:
             if earlier != state:
@@ -81,15 +81,16 @@ class Keeping:
         self._free()
         return True
 
-    def _was_killed(self, record: Snapshot) -> bool:
-        """Whether a state was left by a try of this run that did not come to its end: what goes on from it now."""
-        if record.meta.get(RUN_NAME) != self._run.name or record.run_id == self._run_id:
-            return False
+    def _fate(self, record: Snapshot) -> Fate:
+        """A try of this run that did not come to its end is what goes on now."""
         try:
             head = RunRecords(objects()).find(record.run_id)
         except NotFound:
-            return False
-        return shown_state(head, runs_under_way(objects())) not in ("completed", "running")
+            return "stays"
+        state = shown_state(head, runs_under_way(objects()))
+        if state == "completed":
+            return "stays"
+        return "over" if state != "running" and record.meta.get(RUN_NAME) == self._run.name else "may go"
 
     def _free(self) -> None:
         is_busy = self._freeing is not None and not self._freeing.done()

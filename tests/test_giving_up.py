@@ -17,7 +17,7 @@ from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import GIVEN_UP_REFS
 from rollout_core.objects.gc import Marking
-from rollout_core.objects.giving_up import free, give_up_model, give_up_state, stand_on
+from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, RUN_NAME, progress_ref
 from rollout_core.objects.sweeps import announced
@@ -69,8 +69,8 @@ def has(objects: ObjectStore, made: Checkpoint) -> tuple[bool, bool]:
     return SnapshotStore(objects).is_present(made.train_state), objects.tree_is_present(made.model)
 
 
-def never(record: Snapshot) -> bool:
-    return False
+def under_way(record: Snapshot) -> Fate:
+    return "may go"
 
 
 def test_what_is_given_up_is_deleted_at_once_and_its_result_counts(objects: ObjectStore, tmp_path: Path) -> None:
@@ -107,19 +107,27 @@ def test_without_the_model_only_the_rest_of_the_state_goes(objects: ObjectStore,
 
 def test_a_run_that_stands_on_a_state_keeps_it(objects: ObjectStore, tmp_path: Path) -> None:
     first = update(objects, tmp_path, 1)
-    assert stand_on(objects, first.train_state, "two", "other", never)
+    assert stand_on(objects, first.train_state, "two", "other", under_way)
     give_up(objects, first)
     assert free(objects) == 0 and has(objects, first) == (True, True)
     assert {record.run_id for record in SnapshotStore(objects).named_by(first.train_state)} == {"two"}
     assert SnapshotStore(objects).get(first.train_state).meta[RUN_NAME] == "other"
     give_up(objects, first, "two")
     assert free(objects) > 0 and has(objects, first) == (False, False)
-    assert not stand_on(objects, first.train_state, "three", "third", never)
+    assert not stand_on(objects, first.train_state, "three", "third", under_way)
+
+
+def test_a_state_that_a_run_ended_with_needs_no_other_name(objects: ObjectStore, tmp_path: Path) -> None:
+    first = update(objects, tmp_path, 1)
+    before = dict(objects.blobs())
+    assert stand_on(objects, first.train_state, "two", "other", lambda record: "stays")
+    assert dict(objects.blobs()).keys() == before.keys()
+    assert [record.run_id for record in SnapshotStore(objects).named_by(first.train_state)] == ["one"]
 
 
 def test_a_run_that_was_killed_leaves_its_state_to_the_one_that_goes_on(objects: ObjectStore, tmp_path: Path) -> None:
     first = update(objects, tmp_path, 1)
-    assert stand_on(objects, first.train_state, "two", "night", lambda record: record.run_id == "one")
+    assert stand_on(objects, first.train_state, "two", "night", lambda record: "over")
     assert [record.run_id for record in SnapshotStore(objects).named_by(first.train_state)] == ["two"]
 
 
@@ -232,7 +240,7 @@ def test_who_names_a_state_that_is_about_to_be_deleted_waits_and_finds_it_gone(
     objects.files.settle_seconds = 0.5
     with announced(objects.files, [moments]):
         threading.Timer(0.1, objects.delete, [moments]).start()
-        assert not stand_on(objects, first.train_state, "two", "other", never)
+        assert not stand_on(objects, first.train_state, "two", "other", under_way)
 
 
 def test_a_model_folder_that_somebody_starts_from_is_stored_though_a_run_gave_the_same_up(
@@ -293,7 +301,7 @@ def test_naming_a_state_reads_none_of_its_files(objects: ObjectStore, tmp_path: 
 def test_a_label_names_the_record_of_the_run_that_stands_on_a_state(objects: ObjectStore, tmp_path: Path) -> None:
     first, snapshots = update(objects, tmp_path, 1), SnapshotStore(objects)
     snapshots.set_label(first.train_state, "night/grpo-1", by_stage=True)
-    stand_on(objects, first.train_state, "two", "other", never)
+    stand_on(objects, first.train_state, "two", "other", under_way)
     snapshots.set_label(first.train_state, "other/grpo-1", by_stage=True)
     records = {record.run_id: record for record in snapshots.named_by(first.train_state)}
     assert {name: record.label for name, record in records.items()} == {"one": "night/grpo-1", "two": "other/grpo-1"}

@@ -1,7 +1,7 @@
 """What a run gives up as soon as it has something later: training states, and the models between its first and its
 last. Their bytes are deleted at once, not when housekeeping comes by.
 
-A state is named by each run that stands on it: one that saved it, and one that found it trained and may go on from it
+A state is named by the run that saved it, and by each that found it trained while another might still give it up
 (`stand_on`). A run takes away its own name only. Of a model that was given up, results keep the id, a note says that
 its weights are not stored, and they stay all the same where somebody has promoted or chosen the model, or where a
 state has them that somebody names.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
+from typing import Literal
 
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
@@ -30,17 +31,22 @@ from rollout_core.objects.unstored import note_given_up
 log = logging.getLogger(__name__)
 
 
+Fate = Literal["stays", "may go", "over"]
+"""Of a run's name of a state: its run has ended well, or is none that gives anything up; is under way, or may be tried
+again; was killed, and goes on as another."""
+
+
 def stand_on(
-    objects: ObjectStore, state: ContentId, run_id: str, run_name: str, is_over: Callable[[Snapshot], bool]
+    objects: ObjectStore, state: ContentId, run_id: str, run_name: str, fate: Callable[[Snapshot], Fate]
 ) -> bool:
-    """Have a run name a state, whoever saved it, so that no other run's giving it up deletes it. False where it is not
-    there. Records for which ``is_over`` is true are taken over: their runs were killed."""
+    """Have a run name a state that no other's name keeps for it, so that nobody's giving it up deletes it. False where
+    it is not there. Names of runs that are over are taken over."""
     snapshots = SnapshotStore(objects)
     records = snapshots.named_by(state)
     if not records:
         return False
-    others = [record for record in records if record.run_id != run_id]
-    if len(others) == len(records):
+    fates = {record.ref: fate(record) for record in records if record.run_id != run_id}
+    if len(fates) == len(records) and "stays" not in fates.values():
         newest = records[0]
         meta = {**newest.meta, RUN_NAME: run_name}
         label = newest.label if newest.is_kept_by_label else FINISHED
@@ -49,8 +55,8 @@ def stand_on(
         _wait_for_sweep(objects, newest.files)
     if not snapshots.is_present(state):
         return False
-    for record in filter(is_over, others):
-        if not record.is_kept_by_label:
+    for record in records:
+        if fates.get(record.ref) == "over" and not record.is_kept_by_label:
             objects.delete_ref(record.ref)
     return True
 
