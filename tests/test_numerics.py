@@ -145,8 +145,8 @@ def test_portable_runs_in_half_precision_are_refused():
     plain = json.loads(load_config(PROJECT / "examples" / "nightly-tiny.toml", NightlyConfig).model_dump_json())
     for key in ("sft.precision", "backend.dtype"):
         with pytest.raises(ConfigError, match=f"{key} is bfloat16, but portable numerics hold in float32"):
-            parse_config(apply_overrides(plain, {key: "bfloat16"}), NightlyConfig)
-        parse_config(apply_overrides(plain, {key: "bfloat16", "numerics": "native"}), NightlyConfig)
+            parse_config(apply_overrides(plain, {key: "bfloat16", "numerics": "portable"}), NightlyConfig)
+        parse_config(apply_overrides(plain, {key: "bfloat16"}), NightlyConfig)
 
 
 def test_optimizers_whose_square_roots_differ_by_make_of_cpu_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -91,7 +91,9 @@ def give_up_model(objects: ObjectStore, model: ContentId, *, run_id: str, step: 
 def keep_model(objects: ObjectStore, model: ContentId) -> bool:
     """Have a model stay that somebody names as the start of a run, though the run that made it may give it up at this
     moment. False where not all of it is stored."""
-    objects.set_ref(f"{CHOSEN_REFS}/{model}", model)
+    name = f"{CHOSEN_REFS}/{model}"
+    if objects.get_ref(name) != model:
+        objects.set_ref(name, model)
     _wait_for_sweep(objects, model)
     return objects.tree_is_present(model)
 

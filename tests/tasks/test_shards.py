@@ -17,7 +17,7 @@ from rollout_core.objects import ObjectStore
 
 
 def test_a_shard_job_has_the_key_that_its_fields_had_as_single_arguments():
-    """Values of the second version, which draws anew for tools, a prompt's own BOS and padded vocabularies."""
+    """Values of the third version, in which conversations also end where the chat template ends a turn."""
     from tasks.batch import Reporting, ShardJob, infer_shard
 
     job = ShardJob(
@@ -31,10 +31,10 @@ def test_a_shard_job_has_the_key_that_its_fields_had_as_single_arguments():
         reporting=Reporting(run_id="r", events=False, failures=FailureLimit(0.1, 4)),
         label="1/2",
     )
-    known = "160261da086cdf5cfb496e7f1c6193743311922f8217161df294dc23d7a5ba21"
+    known = "629a45715b6cff70c74b746dcfa8c41b1b094dfbcbbcf6657e89420ac98b0351"
     assert infer_shard.key({"job": job}) == known
     assert infer_shard.key({"job": replace(job, label="2/2")}) == known
-    limited = "88e9ee2af284331e645b6b7c843bde1fd45440cefc6ef48b5dd62c49a8d0eefe"
+    limited = "d631fff772a9a7f7c1f442fade3452a7201f77c77abcf3e862630ba193d98f1f"
     assert infer_shard.key({"job": replace(job, limit=64)}) == limited
 
 
