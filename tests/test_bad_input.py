@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,10 @@ def test_a_reward_that_is_no_number(value: str, work: Path):
     assert plan("ppo", reward={"kind": "function", "callable": "mine.py:reward"})["training prompts"] == 1
     function = load_reward(FunctionReward(callable="mine.py:reward"), base=work)
     sample = RewardInput(prompt="p", completion="c", extras={}, finish_reason="stop", num_tokens=1, id="first")
-    with pytest.raises(RuntimeError, match=rf"returned {value} for sample 0 \(first\); expected a finite number"):
+    with (
+        closing(function),
+        pytest.raises(RuntimeError, match=rf"returned {value} for sample 0 \(first\); expected a finite number"),
+    ):
         score(function, [sample])
 
 
