@@ -92,7 +92,7 @@ def keep_model(objects: ObjectStore, model: ContentId) -> bool:
     """Have a model stay that somebody names as the start of a run, though the run that made it may give it up at this
     moment. False where not all of it is stored."""
     name = f"{CHOSEN_REFS}/{model}"
-    if objects.get_ref(name) != model:
+    if objects.cached_ref(name) != model:  # a damaged one is written again
         objects.set_ref(name, model)
     _wait_for_sweep(objects, model)
     return objects.tree_is_present(model)
