@@ -13,7 +13,7 @@ from prefect import flow
 
 from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
-from flows.keeping import file_state
+from flows.keeping import file_state, keeping
 from flows.report import (
     PAGE,
     Curve,
@@ -85,7 +85,7 @@ def train_agent(config: TrainAgentConfig) -> TrainedAgent:
     config = retry(lambda: with_whole_ids(config, working_folder(), objects))
     planned(retry(lambda: plan_agent(config, working_folder(), current_connections())))
     try:
-        return recompute_missing(lambda journal: _train(config, journal), config)
+        return recompute_missing(keeping(lambda journal: _train(config, journal), config.run), config)
     finally:
         close_agents()
         close_engine()

@@ -32,7 +32,6 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry
 
 import flows.nights  # noqa: F401 - a run whose place is lost goes on
-from flows.keeping import keeping
 from flows.placement import placed
 from flows.recording import Recorder
 from flows.summary import RunSummary
@@ -101,12 +100,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
                 traces.trace_of_run(named, str(flow_run.id), **facts),
                 placed(config, str(flow_run.id)),
             ):
-
-                def kept(journal: Journal) -> R:
-                    with keeping(run, str(flow_run.id)):
-                        return body(journal)
-
-                result = _repeat(kept, name, summary)
+                result = _repeat(body, name, summary)
             summary.end()
             return result
         except BaseException as error:

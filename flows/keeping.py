@@ -8,10 +8,12 @@ before or the later one. What was given up still counts for the results that nam
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
+
+from prefect.context import FlowRunContext
 
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import ContentId
@@ -26,7 +28,11 @@ from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
 from tasks.connections import objects, open_store
 from tasks.logs import stage_logger
 from tasks.promotion import snapshot
+from tasks.rehearsing import current_rehearsal
 from tasks.stage import retry
+
+J = TypeVar("J")
+R = TypeVar("R")
 
 _PAUSE_PER_SECOND = 10.0
 """Deleting looks at every name of the storage; so many times as long as that took it is left alone, and done at the
@@ -118,19 +124,22 @@ async def _served() -> str:
 _current: ContextVar[Keeping | None] = ContextVar("rollout_keeping", default=None)
 
 
-@contextmanager
-def keeping(run: RunInfo, run_id: str) -> Iterator[None]:
-    """Inside the block, one pass of a run's body, states and models are given up as ``run.keep_states`` says."""
-    if run.keep_states == "all":
-        yield
-        return
-    found = Keeping(run, run_id)
-    token = _current.set(found)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-        found.close()
+def keeping(body: Callable[[J], R], run: RunInfo) -> Callable[[J], R]:
+    """The body of a run that trains; a pass of it gives up states and models as ``run.keep_states`` says."""
+
+    def passed(journal: J) -> R:
+        context = FlowRunContext.get()
+        if context is None or context.flow_run is None or current_rehearsal() is not None or run.keep_states == "all":
+            return body(journal)
+        found = Keeping(run, str(context.flow_run.id))
+        token = _current.set(found)
+        try:
+            return body(journal)
+        finally:
+            _current.reset(token)
+            found.close()
+
+    return passed
 
 
 def current_keeping() -> Keeping | None:

@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
+from flows.keeping import keeping
 from flows.learning import learn_from_rows
 from flows.nightly_steps import (
     Report,
@@ -71,7 +72,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
     config = retry(lambda: with_whole_ids(config, working_folder(), objects))
     planned(retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True)))
     try:
-        return recompute_missing(lambda journal: _nightly(config, journal), config)
+        return recompute_missing(keeping(lambda journal: _nightly(config, journal), config.run), config)
     finally:
         close_engine()
         close_rewards()

@@ -18,15 +18,15 @@ from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSource, Run, RunCost
-from rollout_core.models.chat_templates import with_template
-from rollout_core.models.gguf_header import is_gguf
 from rollout_core.models.locating import (
     converted_before,
     import_adapter,
     import_model as file_model,
+    is_gguf,
     locate_model,
     locate_tokenizer,
     merged_before,
+    templated,
 )
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.overlay import overlaid
@@ -156,7 +156,7 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
     if model is None:
         return None
     if source.adapter is None:
-        return Model(model=with_template(model, source, objects, base))
+        return Model(model=templated(model, source, objects, base))
     merged = merged_before(model, import_adapter(source.adapter, objects, base), objects)
     if merged is None:
         rehearsal_remark(
@@ -164,7 +164,7 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
             "as not cached"
         )
         return None
-    return Model(model=with_template(merged, source, objects, base))
+    return Model(model=templated(merged, source, objects, base))
 
 
 def _file_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId | None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from prefect import flow
 
 from flows.flow_run import recompute_missing
+from flows.keeping import keeping
 from flows.learning import learn_from_rows, policy_iterations
 from flows.partial_rollouts import taken_up
 from flows.report import Curve, shown_curve
@@ -108,7 +109,7 @@ def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:
         journal.outcome = Outcome(facts=_facts(checkpoint))
         return checkpoint.model_dump(mode="json")
 
-    return recompute_missing(body, config)
+    return recompute_missing(keeping(body, config.run), config)
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:
@@ -178,7 +179,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         return {**last.model_dump(mode="json"), "rewards": rewards}
 
     try:
-        return recompute_missing(body, config)
+        return recompute_missing(keeping(body, config.run), config)
     finally:
         close_engine()
         close_rewards()

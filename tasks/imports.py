@@ -9,8 +9,7 @@ from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, source_of_rows
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
-from rollout_core.models.gguf_header import is_gguf
-from rollout_core.models.locating import import_model as file_model, locate_model
+from rollout_core.models.locating import import_model as file_model, is_gguf, locate_model
 from rollout_core.objects.addresses import complete_object_id
 from rollout_core.objects.imports import record_import
 from rollout_core.objects.records import Dataset, Model, record_derivation

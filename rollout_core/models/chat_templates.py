@@ -127,10 +127,8 @@ def _literal(value: Any) -> str:
 
 
 def with_template(model: ContentId, source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
-    """File the stored model ``model`` with the template and values that ``source`` gives it; its content id, which is
-    ``model`` where it gives none. Weights are not read, nor stored again."""
-    if not source.changes_template:
-        return model
+    """File the stored model ``model`` with the template and values that ``source`` gives it; its content id.
+    Weights are not read, nor stored again."""
     files = {file.path: file for file in objects.manifest(model).files}
     text = chosen_template(source, base, lambda: _stored_template(files, objects))
     data = text.encode()

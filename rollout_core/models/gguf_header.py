@@ -58,11 +58,6 @@ class GGUFHeader:
     tensors: Mapping[str, StoredTensor]
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether this is a file that is named as GGUF files are."""
-    return path.name.lower().endswith(ENDING) and path.is_file()
-
-
 def need_gguf(what: str) -> Any:
     """The package of that name. Raises ConfigError where it is missing."""
     try:

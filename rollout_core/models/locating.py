@@ -37,7 +37,7 @@ from rollout_core.models.chat_templates import (
     with_template,
 )
 from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
-from rollout_core.models.gguf_header import ENDING, is_gguf, parts_of
+from rollout_core.models.gguf_header import ENDING, parts_of
 from rollout_core.models.gguf_reading import DEFAULT_TYPE, READ_VERSION, ModelFromGGUF, WeightType, read_gguf
 from rollout_core.models.pretrained import (
     ADAPTER_CONFIG,
@@ -51,11 +51,10 @@ from rollout_core.models.pretrained import (
 )
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
-from rollout_core.objects.giving_up import keep_model
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.records import record_derivation
 from rollout_core.objects.trees import hash_file
-from rollout_core.objects.unstored import check_stored
+from rollout_core.objects.unstored import check_stored, keep_model
 
 MERGE_STAGE, CONVERT_STAGE = "merge_adapter", "convert_gguf"
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -251,6 +250,11 @@ def _named_as(file: Path | None, folder: Path) -> Iterator[None]:
         raise ConfigError(str(error).replace(str(folder), str(file))) from error
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that is named as GGUF files are."""
+    return path.name.lower().endswith(ENDING) and path.is_file()
+
+
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
     """Local folder or GGUF file of ``source``; None for a content id, or for what is yet to be downloaded from the hub.
 
@@ -420,7 +424,12 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
     model = _import_folder(source, objects, base)
     if source.adapter is not None:
         model = import_adapted(model, source.adapter, objects, base)
-    return with_template(model, source, objects, base)
+    return templated(model, source, objects, base)
+
+
+def templated(model: ContentId, source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
+    """The stored model ``model`` with the chat template and values that ``source`` gives it, if it gives any."""
+    return with_template(model, source, objects, base) if source.changes_template else model
 
 
 def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> ModelFacts | None:

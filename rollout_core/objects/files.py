@@ -442,6 +442,8 @@ EXPIRED_REFS = "expired"
 LET_GO_REFS = "let-go"
 """Below it, under its id, stands a snapshot whose bytes housekeeping gave up, or a state that was never stored, as
 `snapshots.LetGo`."""
+SWEEPS = "sweeps"
+"""Where collections of garbage announce what they are about to delete; see `sweeps`."""
 GIVEN_UP_REFS = "given-up"
 """Below it, under its id, stands the manifest of a state or a model that its run gave up, until its files are deleted;
 see `giving_up`. It keeps nothing."""

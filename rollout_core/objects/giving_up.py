@@ -21,11 +21,11 @@ from typing import Literal
 
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.objects.files import CHOSEN_REFS, GIVEN_UP_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat
+from rollout_core.objects.files import GIVEN_UP_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat
 from rollout_core.objects.gc import KEEPING_REFS, WEIGHTS, Marking, Scope
 from rollout_core.objects.snapshots import FINISHED, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 from rollout_core.objects.store import ObjectStore, blob_key
-from rollout_core.objects.sweeps import announced, wait_for_sweep
+from rollout_core.objects.sweeps import announced
 from rollout_core.objects.unstored import note_given_up
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def stand_on(
         label = newest.label if newest.is_kept_by_label else FINISHED
         own = {"run_id": run_id, "label": label, "meta": meta, "created_at": datetime.now(UTC)}
         snapshots.put_record(newest.model_copy(update=own))
-        _wait_for_sweep(objects, newest.files)
+        objects.wait_for_sweep(newest.files)
     if not snapshots.is_present(state):
         return False
     for record in records:
@@ -86,24 +86,6 @@ def give_up_model(objects: ObjectStore, model: ContentId, *, run_id: str, step: 
     if objects.tree_is_present(model):
         note_given_up(objects, model, run_id=run_id, step=step, algorithm=algorithm)
         objects.set_ref(f"{GIVEN_UP_REFS}/{model}", model)
-
-
-def keep_model(objects: ObjectStore, model: ContentId) -> bool:
-    """Have a model stay that somebody names as the start of a run, though the run that made it may give it up at this
-    moment. False where not all of it is stored."""
-    name = f"{CHOSEN_REFS}/{model}"
-    if objects.cached_ref(name) != model:  # a damaged one is written again
-        objects.set_ref(name, model)
-    _wait_for_sweep(objects, model)
-    return objects.tree_is_present(model)
-
-
-def _wait_for_sweep(objects: ObjectStore, tree: ContentId) -> None:
-    try:
-        files = objects.manifest(tree).files
-    except (NotFound, CorruptObject, ConfigError):
-        return
-    wait_for_sweep(objects.files, [file.content_id for file in files if file.path.endswith(WEIGHTS)])
 
 
 def free(

@@ -34,6 +34,7 @@ from rollout_core.base.settings import cache_bytes, max_blob_bytes, refuse_crede
 from rollout_core.objects.backends import LocalFiles, remote_files
 from rollout_core.objects.files import (
     SNAPSHOT_REFS,
+    SWEEPS,
     TOUCH_AFTER_SECONDS,
     ContentHasher,
     Files,
@@ -47,7 +48,7 @@ from rollout_core.objects.files import (
     storage_faults,
 )
 from rollout_core.objects.local_trees import damaged_file, evict_local_trees, hold_local_tree, make_read_only, tree_lock
-from rollout_core.objects.sweeps import is_swept_away
+from rollout_core.objects.sweeps import is_swept_away, wait_for_sweep
 from rollout_core.objects.trees import (
     NO_CHECKS,
     Checks,
@@ -306,6 +307,14 @@ class ObjectStore:
         except (MissingObject, CorruptObject):
             return False
         return self._absent(files) is None
+
+    def wait_for_sweep(self, tree: ContentId) -> None:
+        """Where files of a stored tree are about to be deleted, wait until that is done, or spared. For who has named
+        the tree just now: whoever deletes looks at names last of all."""
+        if not any(True for _ in self.files.list(SWEEPS)):  # as nearly always
+            return
+        with suppress(NotFound, CorruptObject, ConfigError):
+            wait_for_sweep(self.files, [file.content_id for file in self.manifest(tree).files])
 
     def check_present(self, content_id: ContentId) -> None:
         """Raise MissingObject or CorruptObject, as `get_tree`, where `tree_is_present` is False."""

@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 from ulid import ULID
 
 from rollout_core.base.ids import ContentId
-from rollout_core.objects.files import Files
+from rollout_core.objects.files import SWEEPS, Files
 
-_FOLDER = "sweeps"
 _ID_BYTES = 32
 _LEFT_OVER_SECONDS = 86400.0
 """An announcement this old is a killed collection's."""
@@ -30,10 +29,10 @@ def announced(files: Files, content_ids: Collection[ContentId]) -> Iterator[None
     if not content_ids:
         yield
         return
-    for key, stat in files.list(_FOLDER):
+    for key, stat in files.list(SWEEPS):
         if stat.modified < time.time() - _LEFT_OVER_SECONDS:
             files.delete(key)
-    key = f"{_FOLDER}/{ULID()}"
+    key = f"{SWEEPS}/{ULID()}"
     files.write(key, b"".join(map(bytes.fromhex, content_ids)))
     try:
         time.sleep(files.settle_seconds)
@@ -44,15 +43,14 @@ def announced(files: Files, content_ids: Collection[ContentId]) -> Iterator[None
 
 def is_swept_away(files: Files, key: str, content_id: ContentId) -> bool:
     """Whether a blob that the caller has just touched is gone all the same; waits where that is not decided yet."""
-    if any(_names(files, sweep, content_id) for sweep, _ in files.list(_FOLDER)):
-        time.sleep(files.settle_seconds)
+    wait_for_sweep(files, [content_id])
     return files.stat(key) is None
 
 
 def wait_for_sweep(files: Files, content_ids: Collection[ContentId]) -> None:
     """Where one of these blobs is about to be deleted, wait until that is done, or spared. For who has named them just
     now: whoever deletes looks at names last of all."""
-    sweeps = [sweep for sweep, _ in files.list(_FOLDER)]
+    sweeps = [sweep for sweep, _ in files.list(SWEEPS)]
     if any(_names(files, sweep, content_id) for sweep in sweeps for content_id in content_ids):
         time.sleep(files.settle_seconds)
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.base.ids import ContentId
-from rollout_core.objects.files import LET_GO_REFS
+from rollout_core.objects.files import CHOSEN_REFS, LET_GO_REFS
 from rollout_core.objects.gc import UNSTORED_MODEL, WEIGHTS
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Record
@@ -86,6 +86,16 @@ def note_given_up(objects: ObjectStore, model: ContentId, *, run_id: str, step: 
     """Have results count that name a stored model whose weights are about to be deleted."""
     note = UnstoredModel(run_id=run_id, step=step, algorithm=algorithm, was_stored=True)
     objects.set_ref(_ref(model), objects.put_bytes(note.model_dump_json().encode()))
+
+
+def keep_model(objects: ObjectStore, model: ContentId) -> bool:
+    """Have a model stay that somebody names as the start of a run, though the run that made it may give it up at this
+    moment. False where not all of it is stored."""
+    name = f"{CHOSEN_REFS}/{model}"
+    if objects.cached_ref(name) != model:  # a damaged one is written again
+        objects.set_ref(name, model)
+    objects.wait_for_sweep(model)
+    return objects.tree_is_present(model)
 
 
 def local_model(objects: ObjectStore, model: ContentId, cache: Path) -> Path:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.models.gguf_header import is_gguf, parts_of, read_header
+from rollout_core.models.gguf_header import parts_of, read_header
+from rollout_core.models.locating import is_gguf
 
 MAX_DEPTH = 4
 MAX_ENTRIES = 20_000
