@@ -41,7 +41,7 @@ from tasks.connections import current_connections, objects, open_store, working_
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration
-from tasks.promotion import Promotion, latest_model, promote
+from tasks.promotion import Promotion, in_base_precision, latest_model, promote
 from tasks.rehearsing import planned, stages_end
 from tasks.stage import retry
 
@@ -106,13 +106,14 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
     before = evaluate(model, "held out before")
     iterations = agent_iterations(config, source, tasks, model)
     last = iterations[-1].checkpoint
-    after = evaluate(last.model, "held out after")
+    final = in_base_precision(last.model, model)
+    after = evaluate(final, "held out after")
     promotion: Promotion | None = None
     if before is not None and after is not None and config.promotion.enabled:
         seen = latest_model(config.promotion.resource)
         latest = seen.model
-        rival = evaluate(latest, "latest") if latest is not None and latest not in (model, last.model) else None
-        promotion = promote(before, rival, after, config.promotion, instead_of=seen.served)
+        rival = evaluate(latest, "latest") if latest is not None and latest not in (model, final) else None
+        promotion = promote(before, rival, after, config.promotion, instead_of=seen.served, backend=config.backend)
         stages_end()
         verdict = reason_of(promotion, seen.served, config.run.name, config.promotion)
         promotion = promotion.model_copy(update={"reason": verdict})
@@ -121,9 +122,9 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
     }
     traces = "" if before is None or after is None else _traces_section(before, after)
-    folder = _report(config, iterations, held_out_rewards, promotion, traces, journal)
+    folder = _report(config, final, iterations, held_out_rewards, promotion, traces, journal)
     return TrainedAgent(
-        model=last.model,
+        model=final,
         train_state=last.train_state,
         step=last.step,
         rewards=[iteration.rollouts.mean_reward for iteration in iterations],
@@ -198,6 +199,7 @@ def agent_iterations(
 
 def _report(
     config: TrainAgentConfig,
+    model: ContentId,
     iterations: Sequence[AgentIteration],
     held_out: dict[str, float],
     promotion: Promotion | None,
@@ -235,7 +237,7 @@ def _report(
         ]
     )
     body = f"""<p>Agent <code>{html.escape(config.agent.function)}</code>, model
-<code>{iterations[-1].checkpoint.model}</code>.</p>
+<code>{model}</code>.</p>
 {_verdict(promotion)}
 <div class="figures">{figures}</div>
 <div class="curves">{images}</div>
@@ -243,7 +245,7 @@ def _report(
 {stages_section(journal.entries)}"""
     LocalFolder(folder).replace(PAGE, [page(config.run.name, body, style=_STYLE).encode()])
     journal.outcome = Outcome(
-        facts={"checkpoint": checkpoints[-1].model, "report": str(folder)},
+        facts={"checkpoint": model, "report": str(folder)},
         held_out=held_out,
         promoted=None if promotion is None else promotion.promoted,
         reason="" if promotion is None else promotion.reason,

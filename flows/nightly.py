@@ -34,7 +34,7 @@ from rollout_core.plans.learner_plan import plan_nightly
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_prompts, import_sft
 from tasks.logs import Journal
-from tasks.promotion import latest_model, promote
+from tasks.promotion import in_base_precision, latest_model, precision_of, promote
 from tasks.rehearsing import planned, stages_end
 from tasks.score import close_rewards
 from tasks.stage import retry
@@ -44,6 +44,7 @@ class NightlyResult(TypedDict):
     """What a nightly run returns, as JSON has it."""
 
     model: ContentId
+    """That was trained, in the precision of the model that it began with."""
     train_state: ContentId
     held_out: dict[str, float]
     """Mean held-out reward by moment, in order."""
@@ -91,17 +92,24 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     tuned = learn_from_rows(config, "sft", config.sft, model, rows=rows, snapshot_label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
     learned = learn(config, tuned.model, judge)
-    final = learned.checkpoint
+    final = in_base_precision(learned.checkpoint.model, model)
     after_learning = f"after {algorithm_of(config)}"
-    after = held_out_reward(final.model, after_learning)
+    after = held_out_reward(final, after_learning)
     seen = latest_model(config.promotion.resource)
     latest = seen.model
     # Most often cached: last night's run evaluated it on the same prompts.
-    rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final.model) else None
+    rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final) else None
     guarded = guard_reports(config, judge, before, rival, after)
     apart = divergences(config, before, rival, after)
     promotion = promote(
-        before, rival, after, config.promotion, guarded=guarded, divergences=apart, instead_of=seen.served
+        before,
+        rival,
+        after,
+        config.promotion,
+        guarded=guarded,
+        divergences=apart,
+        instead_of=seen.served,
+        backend=config.backend,
     )
     stages_end()
     verdict = reason_of(promotion, seen.served, config.run.name, config.promotion, learned.progress.curve)
@@ -111,11 +119,15 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         name=config.run.name,
         held_out={moment: evaluation.mean_reward for moment, evaluation in moments.items()},
         held_out_temperature=config.evaluation.sampling.temperature,
+        precision={
+            moment: retry(lambda of=evaluation.model: precision_of(objects(), of, config.backend))
+            for moment, evaluation in moments.items()
+        },
         progress=learned.progress,
         sft_losses=figure_of_steps(objects(), tuned, "loss"),
         promotion=verdict,
         promoted=promotion.promoted,
-        model=final.model,
+        model=final,
         stages=journal.entries,
         samples=compare_samples(objects(), *moments.values()),
         evidence=() if promotion.evidence is None else promotion.evidence.lines,
@@ -123,8 +135,8 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     folder = write_report(report, working_folder() / config.report_dir, objects())
     journal.outcome = outcome_of(report, folder)
     return NightlyResult(
-        model=final.model,
-        train_state=final.train_state,
+        model=final,
+        train_state=learned.checkpoint.train_state,
         held_out=dict(report.held_out),
         rewards=report.progress.curve.values if report.progress.temperature is not None else [],
         promoted=promotion.promoted,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -84,6 +84,8 @@ class Report:
     samples: Sequence[SampleComparison]
     evidence: Sequence[str] = ()
     """Lines on what the promotion was decided by."""
+    precision: Mapping[str, str | None] = field(default_factory=dict)
+    """Of the weights behind a figure of ``held_out`` and of their engine, by moment; None where nothing is known."""
 
 
 def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
@@ -150,7 +152,9 @@ def _others(report: Report) -> list[Curve]:
 
 def _page(report: Report) -> str:
     moments = "".join(
-        f'<div class="figure"><b>{value:.3f}</b><span>held-out reward {html.escape(moment)}</span></div>'
+        f'<div class="figure"><b>{value:.3f}</b><span>held-out reward {html.escape(moment)}'
+        + (f"<br>{html.escape(precision)}" if (precision := report.precision.get(moment)) else "")
+        + "</span></div>"
         for moment, value in report.held_out.items()
     )
     curves = "\n".join(

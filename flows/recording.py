@@ -39,7 +39,7 @@ END_SECONDS = 30.0
 """For the last record."""
 STOP_SECONDS = 3.0
 """For the last record of a run that was told to stop."""
-_LEARNERS = ("algorithm", "ppo", "grpo", "dpo", "sft")
+_LEARNERS = ("algorithm", "sft", "rm", "ppo", "grpo", "dpo")
 _SOURCES = ("prompts", "dataset", "tasks", "input")
 
 
@@ -191,11 +191,7 @@ def _call(entry: StageEntry) -> StageCall:
 
 
 def _data_of(config: Run) -> str | None:
-    """Where the rows come from that a run is mainly about."""
+    """Where the rows come from that a run learns from, or works on: each address once."""
     holders: list[Any] = [*(getattr(config, name, None) for name in _LEARNERS), config]
-    for holder in holders:
-        for name in _SOURCES:
-            address = getattr(getattr(holder, name, None), "address", None)
-            if isinstance(address, str):
-                return address
-    return None
+    found = [getattr(getattr(holder, name, None), "address", None) for holder in holders for name in _SOURCES]
+    return ", ".join(dict.fromkeys(address for address in found if isinstance(address, str))) or None

@@ -174,6 +174,8 @@ def current_journal() -> Journal | None:
 
 INTERVAL_SECONDS = 30.0
 SPEED_SECONDS = 30.0
+_LEAST_DONE, _ENOUGH_DONE = 0.02, 8
+"""How much has to be done before it is said how long the rest takes: this share of all, or so much."""
 _STEP_FIGURES = {
     "loss": "loss",
     "mean_token_accuracy": "token accuracy",
@@ -223,7 +225,8 @@ class Pace:
         if self._first is None:
             return ""
         seconds, done = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        if seconds <= 0 or done <= 0 or self._last[1] >= total:
+        # One of many things that are worked on side by side says nothing of how fast the others come.
+        if seconds <= 0 or done < min(_LEAST_DONE * total, _ENOUGH_DONE) or self._last[1] >= total:
             return ""
         return f"{timedelta(seconds=round((total - self._last[1]) * seconds / done))} left"
 

@@ -1,18 +1,20 @@
-"""Stages that decide about checkpoints: snapshots are labelled, the better model is promoted, and the one
-before is served again.
+"""Stages that decide about checkpoints: snapshots are labelled, the trained model gets the precision of its base, the
+better model is promoted, and the one before is served again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollout_core.agents.adapters.ended import ended_rollouts
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
-from rollout_core.config import KLGuard, PromotionConfig
+from rollout_core.config import BackendConfig, KLGuard, PromotionConfig
+from rollout_core.inference.engines import computed_dtype
+from rollout_core.models.precision import in_precision_of, stored_dtype
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import AgentRollouts, Checkpoint, EvalReport, Record, SnapshotRecord
+from rollout_core.objects.records import AgentRollouts, Checkpoint, EvalReport, Model, Record, SnapshotRecord
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.promotion import history
 from rollout_core.promotion.evidence import (
@@ -29,7 +31,8 @@ from rollout_core.promotion.evidence import (
 )
 from tasks import artifacts, connections, events
 from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.rehearsing import is_stand_in
+from tasks.stage import current_stage, retry, stage
 
 Evaluated = EvalReport | AgentRollouts
 OWN_REPORTS = ("reward", "prompts")
@@ -81,6 +84,23 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
     )
 
 
+@stage(version=1)
+def round_weights(model: ContentId, base: ContentId) -> Model:
+    """A trained model with its weights in the dtype of ``base``, which its training began with."""
+    rounded = in_precision_of(model, base, current_stage().objects, connections.cache_folder())
+    stage_logger().info("model %s with the dtype of its base is %s", model.short, rounded.short)
+    return Model(model=rounded)
+
+
+def in_base_precision(model: ContentId, base: ContentId) -> ContentId:
+    """The form of ``model`` that leaves the run which trained it, and so is evaluated for promotion: what
+    `round_weights` makes of it, unless the dtype of ``base`` is float32, as in training, or unknown."""
+    if is_stand_in(base):  # to be downloaded or converted: of most models that dtype is another
+        return round_weights(model, base).model
+    dtype = retry(lambda: stored_dtype(connections.objects(), base))
+    return model if dtype in (None, "float32") else round_weights(model, base).model
+
+
 @stage(version=1, cached=False)
 def latest_model(resource: str) -> Latest:
     """What the store's latest resources serve under this name, if its weights are still in the object store."""
@@ -101,10 +121,12 @@ def promote(
     guarded: tuple[GuardReports, ...] = (),
     divergences: tuple[Divergence, ...] = (),
     instead_of: history.Served = "whatever",
+    backend: BackendConfig | None = None,
 ) -> Promotion:
     """Make the new checkpoint the store's latest resources, if the evidence that it is better than ``before`` and
     ``latest`` is what ``config`` asks for, and ``instead_of`` is still served. ``guarded``: the evaluations that guards
-    look at beside these; ``divergences``: from each of the two, where a guard asks for it."""
+    look at beside these; ``divergences``: from each of the two, where a guard asks for it; ``backend``: what drew the
+    completions, for the evidence to say in which precision."""
     objects = current_stage().objects
     rivals: dict[Moment, Evaluated] = {"before": before}
     if latest is not None:
@@ -112,6 +134,7 @@ def promote(
     evidence = Evidence(
         comparisons=_compare(objects, rivals, after, config),
         guards=_judge(objects, rivals, after, config, guarded, divergences),
+        precision=None if backend is None else _precisions(objects, {**rivals, "after": after}, backend),
     )
     figures = evidence.comparisons[0].rewards
     waits = False
@@ -192,6 +215,24 @@ def _rewards(objects: ObjectStore, evaluated: Evaluated) -> dict[str, list[float
     # Every model works on the same tasks in the same order, each once; a rollout without a reward counts as 0.
     rollouts = ended_rollouts(objects, evaluated)
     return {f"task {number:08d}": [rollout.reward or 0.0] for number, rollout in enumerate(rollouts)}
+
+
+def _precisions(objects: ObjectStore, evaluated: Mapping[str, Evaluated], backend: BackendConfig) -> str | None:
+    found = {moment: precision_of(objects, of.model, backend) for moment, of in evaluated.items()}
+    known = [f"{moment} {text}" for moment, text in found.items() if text is not None]
+    return f"precision: {'; '.join(known)}" if known else None
+
+
+def precision_of(objects: ObjectStore, model: ContentId, backend: BackendConfig) -> str | None:
+    """In which precision ``backend`` evaluates a stored model, for people; None where nothing is known."""
+    try:
+        stored = stored_dtype(objects, model)
+    except (NotFound, CorruptObject, ConfigError):
+        return None
+    computed = computed_dtype(backend, stored)
+    if computed is None:  # such as of an endpoint, whose weights are its own
+        return None
+    return f"{stored} weights, computed in {computed}" if stored else f"computed in {computed}"
 
 
 def _judge(

@@ -187,6 +187,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def half_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with its weights in bfloat16, as most models on the hub have them."""
+    from rollout_core.models.precision import cast_model
+
+    folder = tmp_path_factory.mktemp("models") / "half"
+    cast_model(tiny_model, folder, "bfloat16")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same architecture with other weights."""
     from make_tiny import make_model

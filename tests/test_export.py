@@ -16,10 +16,11 @@ import gguf
 import pytest
 import torch
 from huggingface_hub import close_session
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.models.precision import in_precision_of
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.records import Lineage, record_lineage
@@ -91,6 +92,46 @@ def test_a_model_is_exported_with_all_that_was_recorded_of_it(objects: ObjectSto
     assert len((folder / "training-metrics.jsonl").read_text().splitlines()) == 2
     with pytest.raises(Conflict, match="exists and is not empty"):
         export_model(objects, model, folder)
+
+
+def test_a_trained_model_is_exported_in_the_precision_of_its_base(
+    objects: ObjectStore, tiny_model: Path, half_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ROLLOUT_STORAGE", objects.url)
+    base, trained = objects.put_tree(half_model), objects.put_tree(tiny_model)
+    record_lineage(objects, made("sft_update", {"model": base, "dataset": objects.put_bytes(b"rows")}, trained))
+    asked = (("base", "bfloat16"), ("stored", "float32"), ("float32", "float32"), ("float16", "float16"))
+    for dtype, expected in asked:
+        done = rollout("export", trained, str(tmp_path / dtype), "--dtype", dtype)
+        assert done.stdout.endswith(f", weights in {expected}\n") == (expected != "float32"), done.stdout
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto")
+        assert found.dtype == getattr(torch, expected)
+    assert rollout("export", trained, str(tmp_path / "own")).exit_code == 0
+    assert weights_of(tmp_path / "own") == weights_of(half_model) != weights_of(tmp_path / "stored")
+    assert "| weights | bfloat16 here, in another dtype" in (tmp_path / "own" / "README.md").read_text()
+
+    rounded = in_precision_of(trained, base, objects, tmp_path / "cache")
+    assert rounded == base  # the same model was put from the folder of that dtype
+    later = objects.put_bytes(b"rounded")
+    record_lineage(objects, made("round_weights", {"model": trained, "base": base}, later))
+    assert [update.stage for update in history_of_model(objects, later).updates] == ["sft_update"]
+
+
+def test_an_exported_model_names_the_token_by_which_its_template_ends_a_turn(
+    objects: ObjectStore, chat_base: Path, tiny_model: Path, tmp_path: Path
+):
+    tokenizer = AutoTokenizer.from_pretrained(chat_base)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end != tokenizer.eos_token_id
+    export_model(objects, objects.put_tree(chat_base), tmp_path / "chat")
+    assert GenerationConfig.from_pretrained(tmp_path / "chat").eos_token_id == sorted([tokenizer.eos_token_id, end])
+    export_model(objects, objects.put_tree(tiny_model), tmp_path / "plain")
+    for name in ("generation_config.json", "model.safetensors"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tiny_model / name).read_bytes()
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])

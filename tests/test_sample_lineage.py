@@ -99,6 +99,14 @@ def test_the_checkpoints_that_saw_a_prompt_are_those_that_learnt_from_it_and_wha
             list(who_saw(objects, data, number))
 
 
+def test_a_model_in_the_precision_of_its_base_has_seen_what_its_training_saw(objects: ObjectStore, data: ContentId):
+    rounded, later = hash_bytes(b"rounded"), hash_bytes(b"later")
+    record(objects, made("round_weights", {"model": SECOND, "base": BASE}, rounded))
+    update(objects, rounded, later, [5], data)
+    assert [item.checkpoint for item in who_saw(objects, data, 1)] == [FIRST, SECOND, later]
+    assert len(list(samples_behind(objects, rounded))) == 16
+
+
 def test_of_an_update_from_rows_the_order_tells_which_it_took(objects: ObjectStore, data: ContentId):
     """Ten items of eight rows: each once, and two of them again."""
     rows = hash_bytes(b"".join(b'{"completion":"%d","prompt":"p"}\n' % number for number in range(8)))

@@ -147,6 +147,14 @@ def export(
     gguf: Annotated[
         bool, typer.Option("--gguf", help="Also as one file, model.gguf, for llama.cpp and its kin (an extra).")
     ] = False,
+    dtype: Annotated[
+        Literal["base", "stored", "float32", "bfloat16", "float16"],
+        typer.Option(
+            "--dtype",
+            help="Of the weights. base: as the model has it that training began with; stored: as they are, float32 of "
+            "what was trained.",
+        ),
+    ] = "base",
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:
@@ -162,8 +170,11 @@ def export(
         digits = _served(resource) if model == "latest" else model
         with object_store(storage) as objects, scratch_folder("export") as scratch:
             target = folder if folder is not None else scratch / "model"
-            found = export_model(objects, model_to_export(objects, digits), target, name=name or push, as_gguf=gguf)
-            typer.echo(f"{'exported' if folder is None else folder}: model {found.model}")
+            found = export_model(
+                objects, model_to_export(objects, digits), target, name=name or push, as_gguf=gguf, dtype=dtype
+            )
+            precision = "" if found.dtype is None else f", weights in {found.dtype}"
+            typer.echo(f"{'exported' if folder is None else folder}: model {found.model}{precision}")
             if push is not None:
                 message = f"Model {found.model.short}"
                 typer.echo(push_to_hub(target, push, private=not public, revision=revision, message=message))

@@ -20,6 +20,7 @@ from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.data.datasets import PromptRow, parse_rows, split_lines
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import prompt_of
+from rollout_core.models.precision import ROUNDS
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Lineage, trace_descendants, trace_lineage
 from rollout_core.objects.trees import TREE_BEGINS
@@ -171,6 +172,8 @@ def who_saw(objects: ObjectStore, data: ContentId, number: int) -> Iterator[Sigh
     having: set[ContentId] = set()
     for lineage in found:
         if not lineage.stage.endswith(TRAINS):
+            if lineage.stage == ROUNDS and lineage.inputs.get("model") in having:
+                having.update(lineage.outputs)
             continue
         seen = _seen(objects, lineage, data, number, as_prompt)
         if seen.times != 0 or having & {lineage.inputs.get("model"), lineage.inputs.get("start_from")}:

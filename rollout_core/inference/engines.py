@@ -314,15 +314,21 @@ def _show_stacks(timeout_seconds: float) -> None:
     wait([in_thread(lambda: log.error(text))], timeout=1.0)
 
 
+def computed_dtype(backend: BackendConfig, stored: str | None) -> str | None:
+    """What the engine of ``backend`` computes in, of weights that are stored as ``stored``; None where that is unknown,
+    as of an endpoint."""
+    dtype = getattr(backend, "concrete_dtype", getattr(backend, "dtype", None))
+    if dtype == "auto":
+        # vLLM takes the model's own then, and bfloat16 for float32.
+        return "bfloat16" if stored == "float32" else stored
+    return dtype
+
+
 def _architecture(model: ModelRef, backend: BackendConfig) -> _Architecture:
     """The dtype of a model's files is no part of it where the engine has its own, to which it brings whatever it loads:
     a run's base may be stored in bfloat16 and its checkpoints in float32."""
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
-    stored = config.get("dtype", config.get("torch_dtype"))
-    dtype = getattr(backend, "concrete_dtype", getattr(backend, "dtype", "auto"))
-    if dtype == "auto":
-        # vLLM takes the model's own then, and bfloat16 for float32.
-        dtype = "bfloat16" if stored == "float32" else stored
+    dtype = computed_dtype(backend, config.get("dtype", config.get("torch_dtype")))
     generation = model.folder / "generation_config.json"
     ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
     tokenizer = {file.name: hash_bytes(file.read_bytes()) for file in tokenizer_files(model.folder)}

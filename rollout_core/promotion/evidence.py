@@ -116,12 +116,16 @@ class Evidence(Record):
 
     comparisons: tuple[Comparison, ...]
     guards: tuple[GuardFinding, ...] = ()
+    precision: str | None = None
+    """For people: the dtypes of the weights that were evaluated, and what an engine computed in. None where nothing is
+    known of them."""
 
     @property
     def lines(self) -> list[str]:
         """For people."""
         guards = [f"guard {'passed' if item.passed else 'refused'}: {item.line}" for item in self.guards]
-        return [*(item.line for item in self.comparisons), *guards]
+        precision = [] if self.precision is None else [self.precision]
+        return [*(item.line for item in self.comparisons), *precision, *guards]
 
     def objections(self, config: PromotionConfig) -> list[str]:
         """Why the model is not to be promoted; none where it is."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import (
@@ -15,10 +17,14 @@ from huggingface_hub.errors import (
     LocalTokenNotFoundError,
 )
 
-from rollout_core.base.errors import ConfigError, NotFound, Recoverable
+from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.settings import read_secret
+from rollout_core.data.turn_ends import turn_ends
+from rollout_core.models.facts import end_ids
 from rollout_core.models.locating import without_token
+from rollout_core.models.precision import cast_model, stored_dtype
+from rollout_core.models.pretrained import load_tokenizer, read_object
 from rollout_core.objects import ObjectStore, SnapshotStore, TreeManifest
 from rollout_core.objects.addresses import complete_id, is_short_id
 from rollout_core.objects.files import SNAPSHOT_REFS
@@ -30,6 +36,7 @@ from rollout_core.promotion.model_card import ModelHistory, history_of_model, mo
 
 CARD, RECORDS, METRICS = "README.md", "lineage.json", "training-metrics.jsonl"
 REFUSED = (401, 403)
+ExportDtype = Literal["base", "stored", "float32", "bfloat16", "float16"]
 
 
 def model_to_export(objects: ObjectStore, digits: str) -> ContentId:
@@ -48,21 +55,33 @@ def model_to_export(objects: ObjectStore, digits: str) -> ContentId:
 
 
 def export_model(
-    objects: ObjectStore, model: ContentId, folder: Path, *, name: str | None = None, as_gguf: bool = False
+    objects: ObjectStore,
+    model: ContentId,
+    folder: Path,
+    *,
+    name: str | None = None,
+    as_gguf: bool = False,
+    dtype: ExportDtype = "base",
 ) -> ModelHistory:
     """Write a model's files to ``folder``, with a card, the records of its lineage and its figures; what the card says.
 
     ``folder`` must not exist, or be empty; it appears whole and verified, or not at all. ``name`` is the card's title.
-    ``as_gguf`` adds the model as one file, `gguf_file.FILE`.
-    Raises Conflict, MissingObject or CorruptObject, ConfigError as `write_gguf`.
+    ``as_gguf`` adds the model as one file, `gguf_file.FILE`. ``dtype`` is that of the weights: ``base``, as the model
+    has it that training began with; ``stored``, as they are; or one of `precision.DTYPES`.
+    Raises Conflict, MissingObject or CorruptObject, ConfigError as `write_gguf`, and where the dtype cannot hold a
+    weight.
     """
     manifest = objects.manifest(model)
     own = (CARD, RECORDS, METRICS, *([GGUF] if as_gguf else []))
     title = name or folder.resolve().name
     manifest = TreeManifest(files=tuple(file for file in manifest.files if file.path not in own))
     history = history_of_model(objects, model)
+    history = replace(history, dtype=_other_dtype(objects, history, dtype))
     with appearing_folder(folder) as temporary:
         objects.get_files(manifest, temporary)
+        if history.dtype is not None:
+            cast_model(temporary, temporary, history.dtype)
+        _name_ends(temporary)
         (temporary / CARD).write_text(model_card(history, title), encoding="utf-8")
         (temporary / RECORDS).write_text(json.dumps(_records(history), indent=2), encoding="utf-8")
         lines = "".join(json.dumps(row) + "\n" for row in history.metrics)
@@ -71,6 +90,42 @@ def export_model(
         if as_gguf:
             write_gguf(temporary, temporary / GGUF, name=title)
     return history
+
+
+def _name_ends(folder: Path) -> None:
+    """Have generation_config.json name the token by which the chat template ends a turn, where it is no end of the
+    model yet: other engines stop at no other ones than these."""
+    if not str(read_object(folder / "config.json").get("architectures")).endswith("ForCausalLM']"):
+        return  # a reward model writes nothing
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ConfigError:  # a model without one is exported as it is
+        return
+    if ends := turn_ends(folder, tokenizer):
+        file = folder / "generation_config.json"
+        document = read_object(file) if file.is_file() else {}
+        document["eos_token_id"] = sorted({*end_ids(folder, tokenizer), *ends})
+        file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _other_dtype(objects: ObjectStore, history: ModelHistory, asked: ExportDtype) -> str | None:
+    """What the weights are to become; None where they stay as they are stored."""
+    stored = stored_dtype(objects, history.model)
+    if asked == "base":
+        wanted = None
+        if stored is not None and history.updates:
+            with suppress(NotFound, CorruptObject, ConfigError):  # a base of which nothing is left
+                wanted = stored_dtype(objects, ContentId(history.updates[0].inputs["model"]))
+    elif asked == "stored":
+        wanted = None
+    elif stored is None:
+        raise ConfigError(
+            f"model {history.model.short} has quantized weights, or a config.json without a dtype; export it with "
+            "--dtype stored, as it is"
+        )
+    else:
+        wanted = asked
+    return None if wanted == stored else wanted
 
 
 def _records(history: ModelHistory) -> list[Mapping[str, Any]]:

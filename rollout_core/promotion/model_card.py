@@ -17,6 +17,7 @@ from huggingface_hub import ModelCardData
 from rollout_core.base.errors import CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.data.sample_lineage import step_rows
+from rollout_core.models.precision import ROUNDS
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import named_ids
 from rollout_core.objects.imports import Imported, Source, imports_behind
@@ -72,6 +73,8 @@ class ModelHistory:
     num_parameters: int | None = None
     updates: Sequence[Lineage] = field(default=())
     """The stages that trained, the first one first."""
+    dtype: str | None = None
+    """Of the weights beside the card, where they are stored in another one."""
 
 
 def history_of_model(objects: ObjectStore, model: ContentId) -> ModelHistory:
@@ -99,13 +102,18 @@ def history_of_model(objects: ObjectStore, model: ContentId) -> ModelHistory:
 
 def _updates(made: Sequence[Lineage], model: ContentId) -> Iterator[Lineage]:
     """The stages that trained what became ``model``, in order: each started from the model of the one before."""
-    by_output = {output: lineage for lineage in made for output in lineage.outputs if lineage.stage.endswith("_update")}
+    by_output = {
+        output: lineage
+        for lineage in made
+        for output in lineage.outputs
+        if lineage.stage.endswith("_update") or lineage.stage == ROUNDS
+    }
     chain: list[Lineage] = []
     at: Any = model
     while (lineage := by_output.get(at)) is not None and lineage not in chain:
         chain.append(lineage)
         at = lineage.inputs.get("model")
-    yield from reversed(chain)
+    yield from (lineage for lineage in reversed(chain) if lineage.stage != ROUNDS)
 
 
 def _evaluations(objects: ObjectStore, model: ContentId) -> Iterator[Evaluation]:
@@ -169,6 +177,8 @@ def _hub_ids(history: ModelHistory, kind: str) -> list[str]:
 
 def _summary(history: ModelHistory) -> str:
     rows = [("content id", f"`{history.model}`")]
+    if history.dtype is not None:
+        rows.append(("weights", f"{history.dtype} here, in another dtype under that id"))
     if history.updates:
         last = history.updates[-1]
         rows += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import typing
 from collections import Counter
@@ -23,9 +24,11 @@ from rollout_core.config.kinds import CONFIG_KINDS
 from rollout_core.config.runs import NightlyConfig
 from rollout_core.inference.shards import import_shards, shards_of
 from rollout_core.models import locating
+from rollout_core.models.precision import stored_dtype
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.overlay import overlaid
-from rollout_core.objects.records import EvalReport, Record, Scores
+from rollout_core.objects.records import EvalReport, Record, Scores, lineage_of
+from tasks.connections import result_storage
 from tasks.stage import Stage
 from tests.conftest import PROJECT
 from tests.gguf_files import make_model, write_model
@@ -44,11 +47,11 @@ def prompts(count: int) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, half_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "own"
     own.mkdir()
     monkeypatch.chdir(own)
-    (own / "model").symlink_to(tiny_model)
+    (own / "model").symlink_to(half_model)
     (own / "sft.jsonl").write_text(
         "".join(json.dumps({"prompt": "sort 2 1 =", "completion": " 1 2"}) + "\n" for _ in range(8))
     )
@@ -58,7 +61,7 @@ def folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def nightly(**changes: Any) -> NightlyConfig:
-    few = {"max_tokens": 4}
+    few = {"max_tokens": 16}
     document = {
         "num_threads": 1,
         "run": {"name": "own"},
@@ -105,6 +108,21 @@ def test_a_plan_knows_what_a_run_will_find_cached(folder: Path, prefect_server: 
     result = flow(nightly())
     stages = [(row["stage"], row["label"]) for row in result["stages"]]
     assert [(call.stage, call.label) for call in before.calls] == stages  # the very calls, though nothing was known
+
+    # What would be promoted is in its base's bfloat16, and is what was evaluated.
+    filed = result_storage().objects()
+    lineage = lineage_of(filed, result["model"])
+    assert lineage is not None and lineage.stage == "round_weights"
+    dtypes = [stored_dtype(filed, lineage.inputs[name]) for name in ("base", "model")]
+    assert (stored_dtype(filed, result["model"]), dtypes) == ("bfloat16", ["bfloat16", "float32"])
+    page = (Path(result["report"]) / "index.html").read_text()
+    first, *others = re.findall(r"held-out reward ([\w ]+)<br>(\w+ weights), computed in float32", page)
+    assert [first, *others] == [
+        ("before", "bfloat16 weights"),
+        ("after SFT", "float32 weights"),
+        ("after GRPO", "bfloat16 weights"),
+    ]
+    assert "<li>precision: before bfloat16 weights, computed in float32; after bfloat16 weights, computed" in page
 
     kept = files_below(tmp_path)
     again = plan_run("nightly", nightly())
@@ -181,7 +199,7 @@ def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: 
     if example == "train-lookup":
         assert calls == dict.fromkeys(("enqueue_tasks", "run_agents"), 4) | dict.fromkeys(
             ("collect_samples", "grpo_update", "snapshot"), 2
-        )
+        ) | {"round_weights": 1}
         assert not found["stages_follow"] and not found["not_known"]
         CliRunner().invoke(app, [*asked, "--set", "backend.max_model_len=65", "--json"])
         made = {limit: {key for name, of, key in keys if name == "enqueue_tasks" and of == limit} for limit in (64, 65)}

@@ -68,3 +68,13 @@ def test_the_time_of_shards_beside_each_other_counts_once_and_what_was_cached_co
         now = 100.0 + number
         journal.add(StageEntry("infer_shard", "", "Completed", 0.5, (), ()))
     assert totals.seconds == 6.5 + 1500
+
+
+def test_how_long_the_rest_takes_is_said_once_enough_is_done(monkeypatch):
+    moments = iter(range(0, 1000, 10))
+    monkeypatch.setattr(logs.time, "monotonic", lambda: float(next(moments)))
+    pace, said = logs.Pace(), []
+    for done in (0, 1, 7, 8, 512):
+        pace.note(done)
+        said.append(pace.left(512))
+    assert said == ["", "", "", "0:31:30 left", ""]  # 8 in 30 s, of 512; not of the first one in 10 s

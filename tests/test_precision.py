@@ -1,0 +1,112 @@
+"""Models in the dtype of those that their training began with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rollout_core.models.precision import OutOfRange, cast_model, in_precision_of, stored_dtype
+from rollout_core.objects import ObjectStore
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> ObjectStore:
+    return ObjectStore.from_url(f"file://{tmp_path / 'objects'}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cast_model_is_what_transformers_saves_in_that_dtype(tiny_model: Path, tmp_path: Path, dtype: str):
+    cast_model(tiny_model, tmp_path / "ours", dtype)
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, dtype)).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == dtype
+    with safe_open(tmp_path / "ours" / "model.safetensors", framework="pt") as stored:
+        assert stored.metadata() == {"format": "pt"}
+    unchanged = {file.name for file in tiny_model.iterdir()} - {"config.json", "model.safetensors"}
+    assert unchanged and all(
+        (tmp_path / "ours" / name).read_bytes() == (tiny_model / name).read_bytes() for name in unchanged
+    )
+
+
+def test_several_files_stay_several_and_their_index_tells_their_size(tiny_model: Path, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    before = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(before) > 2
+    cast_model(tmp_path / "model", tmp_path / "model", "bfloat16")  # in place, as an export does it
+    assert sorted((tmp_path / "model").glob("*.safetensors")) == before
+    [index] = (tmp_path / "model").glob("*.index.json")
+    held = sum(tensor.nbytes for file in before for tensor in load_file(file).values())
+    assert json.loads(index.read_text())["metadata"]["total_size"] == held
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    torch.testing.assert_close(found.state_dict(), model.bfloat16().state_dict(), rtol=0, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.sampled_from(["bfloat16", "float16"]))
+def test_a_weight_is_rounded_or_refused_and_what_is_not_finite_stays(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[float], dtype: str
+):
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "config.json").write_text('{"torch_dtype": "float32"}')
+    weights, counts = torch.tensor(numbers), torch.arange(3)
+    save_file({"weights": weights, "counts": counts}, folder / "model.safetensors")
+    before = (folder / "model.safetensors").read_bytes()
+    expected = weights.to(getattr(torch, dtype))
+    if weights.isfinite().equal(expected.isfinite()):
+        cast_model(folder, folder, dtype)
+        found = load_file(folder / "model.safetensors")
+        torch.testing.assert_close(found["weights"], expected, rtol=0, atol=0, equal_nan=True)
+        assert found["counts"].equal(counts)
+        assert json.loads((folder / "config.json").read_text()) == {"dtype": dtype}
+    else:
+        with pytest.raises(OutOfRange, match=f"{dtype} cannot hold .* which tensor weights has"):
+            cast_model(folder, folder, dtype)
+        assert (folder / "model.safetensors").read_bytes() == before
+    shutil.rmtree(folder)
+
+
+def test_what_has_nothing_to_be_rounded_to_stays_as_it_is(
+    objects: ObjectStore, tiny_model: Path, half_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    plain, half = objects.put_tree(tiny_model), objects.put_tree(half_model)
+    cache = tmp_path / "cache"
+
+    def with_config(**changes: object) -> Path:
+        folder = tmp_path / "changed"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tiny_model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("dtype")
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return folder
+
+    untold = objects.put_tree(with_config())
+    quantized = objects.put_tree(with_config(dtype="bfloat16", quantization_config={"quant_method": "fp8"}))
+    assert [stored_dtype(objects, one) for one in (plain, half, untold, quantized)] == [
+        "float32", "bfloat16", None, None,
+    ]  # fmt: skip
+    for base in (plain, untold, quantized):
+        assert in_precision_of(plain, base, objects, cache) == plain
+    assert in_precision_of(half, half, objects, cache) == half
+    assert in_precision_of(untold, half, objects, cache) == untold
+    assert in_precision_of(plain, half, objects, cache) == half
+
+    folder = with_config(dtype="float32")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    large, base = objects.put_tree(folder), objects.put_tree(with_config(dtype="float16"))
+    with caplog.at_level(logging.WARNING):
+        assert in_precision_of(large, base, objects, cache) == large
+    assert "stays in float32: float16 cannot hold 1e+06, which tensor model.norm.weight has" in caplog.text
