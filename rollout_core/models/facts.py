@@ -47,6 +47,8 @@ class ModelSize:
     hidden_size: int
     intermediate_size: int
     """Width of the MLP."""
+    head_size: int | None = None
+    """Of the attention; None where the architecture has several, or an earlier look did not note it."""
 
     @property
     def weight_bytes(self) -> int:
@@ -194,7 +196,11 @@ def _size(config: Any) -> ModelSize:
     model = _blank(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return ModelSize(num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    has_one = getattr(config, "kv_lora_rank", None) is None  # latent attention (DeepSeek) has others
+    return ModelSize(
+        num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size, width if has_one else None
+    )
 
 
 def _architecture(folder: Path) -> str:

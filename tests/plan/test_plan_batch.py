@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_vllm_that_is_not_installed_is_told(work: Path, monkeypatch: pytest.Monk
     assert message.startswith("backend: vLLM is not installed; install rollout-post-training[vllm]")
 
 
+@pytest.mark.parametrize(("heads", "size"), [(1, 64), (2, 32), (4, 16)])
+def test_heads_that_vllm_has_no_attention_for_on_a_cpu_are_told(work: Path, heads: int, size: int):
+    with_heads(work, heads)
+    if size == 16:
+        message = refusal("infer-batch", work, backend={"kind": "vllm"})
+        assert message.startswith("backend: the model's attention has heads of 16 numbers, and vLLM on a CPU takes")
+    else:
+        assert plan("infer-batch", work, backend={"kind": "vllm"})["inputs"] == 2
+    assert plan("infer-batch", work, backend={"kind": "transformers"})["inputs"] == 2
+
+
+def with_heads(work: Path, heads: int) -> None:
+    """Of the same matrices: so many heads, which are the wider."""
+    file = work / "model" / "config.json"
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "num_attention_heads": heads, "num_key_value_heads": heads}))
+
+
 # Sampling
 
 
@@ -159,6 +178,7 @@ def test_a_form_that_is_none_is_told_when_it_is_read(work: Path, structured: dic
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_by_the_plan(work: Path, backend, sampling, expected):
+    with_heads(work, 2)
     changes = {f"sampling__{name}": value for name, value in sampling.items()}
     assert expected in refusal("infer-batch", work, backend=backend, **changes)
 
@@ -173,6 +193,7 @@ def test_what_a_backend_can_do_is_planned(work: Path):
         "frequency_penalty": 0.1,
         "logprobs": 3,
     }
+    with_heads(work, 2)
     for backend, more in (({"kind": "transformers"}, {}), ({"kind": "vllm"}, {"structured": SCHEMA})):
         changes = {f"sampling__{name}": value for name, value in (every | more).items()}
         assert plan("infer-batch", work, backend=backend, **changes)["inputs"] == 2
