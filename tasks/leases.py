@@ -4,7 +4,8 @@ others take its result.
 The lease is named by the stage's key. A thread renews it; whoever finds it taken by another is interrupted and writes
 neither result nor progress. That spares double work and no more: results are named by their inputs, so one that is
 computed twice is as good as one that is computed once. So a database that does not answer stops nothing: after
-`AWAY_SECONDS` the stage begins, goes on or writes its result without it, and says so in its log.
+`AWAY_SECONDS` the stage begins, goes on or writes its result without it, and says so in its log. One that refuses keeps
+a stage from beginning, and stops none that has begun.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class _Keeper:
         self._waits_for: str | None = None
         self._is_held = threading.Event()
         self._is_away = self._is_lost = self._goes_without = False
+        self._refusal: Exception | None = None
         self._answered_at = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -107,11 +109,11 @@ class _Keeper:
 
     def wait_until_held(self) -> None:
         """Returns without it, after a warning, where the database does not answer; it is taken when it does, if it is
-        free then."""
+        free then. Raises what will not pass, such as the ConfigError of a database that refuses."""
         while not self._is_held.wait(_POLL_SECONDS):
             raise_if_stopping(f"waiting for another that computes {self._stage}")
-            if self._done.done():
-                self._done.result()
+            if self._refusal is not None:
+                raise self._refusal
             if time.monotonic() - self._answered_at > AWAY_SECONDS:
                 self._log.warning(
                     "the database does not answer, so %s is computed without a lease; another machine may do the same",
@@ -148,10 +150,8 @@ class _Keeper:
                     if self._book is None:
                         self._book = (await stack.enter_async_context(connections.open_store())).leases
                     pause = await self._beat(self._book)
-                except (RolloutError, TimeoutError) as error:
-                    if self._lease is None and not isinstance(error, Recoverable | TimeoutError):
-                        raise
-                    self._note_away(error)
+                except Exception as error:  # noqa: BLE001 - the thread must outlive it, and the stage must hear of it
+                    self._note_failure(error)
                     pause = _LOOK_AGAIN_SECONDS
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), pause)
@@ -194,12 +194,22 @@ class _Keeper:
             self._is_away = False
             self._log.info("the database answers again to stage %s", self._stage)
 
+    def _note_failure(self, error: Exception) -> None:
+        """While the stage waits for the lease, it is to raise what will not pass. Once it has begun nobody would hear
+        of that, so the database is asked again whatever it said."""
+        will_pass = isinstance(error, Recoverable | TimeoutError)
+        if will_pass or self._lease is not None or self._goes_without:
+            self._note_away(error)
+        else:
+            self._refusal = error
+
     def _note_away(self, error: Exception) -> None:
         if not self._is_away:
             self._is_away = True
             self._log.warning(
                 "the database does not answer (%s); stage %s goes on, and another machine may do the same work",
-                error or "it takes too long", self._stage,
+                str(error) or "it takes too long", self._stage,
+                exc_info=None if isinstance(error, RolloutError | TimeoutError) else error,
             )  # fmt: skip
 
     def _note_holder(self, holding: Holding) -> None:

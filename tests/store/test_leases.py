@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from collections import Counter
 import pytest
 import pytest_asyncio
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.sql.leases import FORGET_SECONDS, Holding, Lease
 from tests.store import patience
@@ -98,6 +99,33 @@ async def test_a_lease_that_was_asked_for_in_vain_is_given_back(stores):
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert isinstance(await other.take("x", "b", seconds=LONG), Lease)
+
+
+async def test_a_lease_that_was_asked_for_in_vain_of_a_database_that_is_away_leaves_no_error(stores, monkeypatch):
+    """Nobody hears it, so asyncio would put it into the log."""
+
+    def begin(session) -> None:
+        raise Recoverable("away")
+
+    unheard = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    store = SqlLightningStore.from_url(stores[0].url)
+    writers = store._database._commits.threads.sessions
+    for session in writers:
+        monkeypatch.setattr(type(session), "begin", begin)
+        session.lock.acquire()  # so that what is asked for does not begin
+    asked = asyncio.ensure_future(store.leases.take("x", "a", seconds=LONG))
+    await asyncio.sleep(0)  # it has been handed over
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    for session in writers:
+        session.lock.release()
+    await store.close()  # what was handed over has come to nothing
+    await asyncio.sleep(0)
+    del asked
+    gc.collect()
+    assert unheard == []
 
 
 async def test_what_nobody_renews_for_long_leaves_no_row(stores):

@@ -7,15 +7,20 @@ import math
 import multiprocessing
 import os
 import pickle
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psycopg
 import pytest
+from psycopg import pq
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store import (
@@ -25,7 +30,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.sql import group_commit, postgres as postgres_sessions, store as sql_store
+from rollout_core.store.sql import group_commit, postgres as postgres_sessions, postgres_server, store as sql_store
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.postgres_server import connect, is_lost
 from tests import forked
@@ -335,6 +340,55 @@ async def test_a_server_that_is_away_is_recoverable(tmp_path):
     assert "secret" not in str(error.value)
 
 
+def _error(state: str, message: str) -> bytes:
+    """The server's word that it gives no connection."""
+    body = b"".join(field.encode() + b"\0" for field in ("SFATAL", "VFATAL", f"C{state}", f"M{message}")) + b"\0"
+    return b"E" + struct.pack("!i", 4 + len(body)) + body
+
+
+UP = b"R" + struct.pack("!ii", 8, 0)
+COMING_UP = _error("57P03", "the database system is starting up")
+REFUSAL = _error("28000", "role is not permitted to log in")
+
+ANSWERING = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    print(listening.getsockname()[1], flush=True)
+    for answer in sys.argv[1:]:
+        with listening.accept()[0] as connection, connection.makefile("rb") as asked:
+            asked.read(int.from_bytes(asked.read(4), "big") - 4)
+            connection.sendall(bytes.fromhex(answer))
+"""
+"""A server that gives one answer to each connection, whether that is to be used or to ask if it is up, and ends it.
+After the last one it is away. A process: the driver asks whether a server is up without letting other threads run."""
+
+
+@contextmanager
+def _server_of(*answers: bytes) -> Iterator[str]:
+    """The URL of a server that gives these answers."""
+    command = [sys.executable, "-I", "-S", "-c", ANSWERING, *(answer.hex() for answer in answers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            port = server.stdout.readline().strip()
+            yield f"postgresql://postgres@127.0.0.1:{port}/x?sslmode=disable&gssencmode=disable"
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    "answers", [[COMING_UP, COMING_UP, UP], [COMING_UP, UP, COMING_UP, COMING_UP, UP]], ids=["once", "twice"]
+)
+async def test_a_server_that_comes_up_while_it_is_asked_why_it_gave_no_connection_is_recoverable(answers):
+    with _server_of(*answers) as url, pytest.raises(Recoverable, match="starting up"):
+        SqlLightningStore.from_url(url)
+
+
+async def test_what_a_server_refuses_once_it_is_known_to_be_up_is_a_configuration_error():
+    with _server_of(COMING_UP, UP, REFUSAL, UP) as url, pytest.raises(ConfigError, match="not permitted to log in"):
+        SqlLightningStore.from_url(url)
+
+
 @pytest.mark.parametrize(
     "address", ["postgresql://postgres@/absent?host=HOST", "postgresql://nobody@/contract?host=HOST"]
 )
@@ -344,7 +398,20 @@ async def test_a_database_or_user_that_does_not_exist_is_a_configuration_error(u
         SqlLightningStore.from_url(address.replace("HOST", host))
 
 
-@pytest.mark.parametrize("address", ["me:se%cret@here/x", "me:secret@here/x?sslmode=no", "me:secret@here/%00"])
+async def test_a_server_whose_name_is_not_found_is_not_asked_whether_it_is_up(monkeypatch):
+    """That would look for the name again, and no other thread would run meanwhile, however long it takes."""
+
+    def look_up(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer to this name")
+
+    driver = SimpleNamespace(Conninfo=pq.Conninfo, PGconn=None)
+    monkeypatch.setattr(postgres_server, "pq", driver)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(Recoverable, match="no answer to this name"):
+        SqlLightningStore.from_url("postgresql://postgres@database.example/x")
+
+
+@pytest.mark.parametrize("address", ["me:se%cret@here/x", "me:secret@127.0.0.1/x?sslmode=no", "me:secret@here/%00"])
 async def test_an_address_that_is_none_is_a_configuration_error_without_its_password(address):
     with pytest.raises(ConfigError) as error:
         SqlLightningStore.from_url(f"postgresql://{address}")

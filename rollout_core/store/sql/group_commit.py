@@ -238,7 +238,9 @@ class GroupCommit:
         try:
             return await (job.future if undo is None else asyncio.shield(job.future))
         except asyncio.CancelledError:
-            if not self._withdraw(job) and undo is not None:
+            if self._withdraw(job):
+                job.future.cancel()  # where it is shielded from that, nobody would ask for its error
+            elif undo is not None:
                 with contextlib.suppress(RolloutError):
                     results = await _uncancelled(job.future)
                     await _uncancelled(self._submit(lambda tx, _: [undo(tx, results)], [None], watched=False).future)

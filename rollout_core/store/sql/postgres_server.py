@@ -166,11 +166,7 @@ def connect(
     """
     settings = _connection_settings(url, busy_timeout_seconds, further_settings or {})
     try:
-        connection = _connect(settings, autocommit, is_known)
-    except psycopg.OperationalError as error:
-        if not is_known and _refuses(settings, error):
-            raise _refusal(error, without_password(url)) from error
-        raise explain(error, url) from error
+        connection = _connect(url, settings, autocommit, is_known)
     except psycopg.Error as error:
         raise explain(error, url) from error
     connection.adapters.register_dumper(int, Int8Dumper)  # one type for all, so that statements are prepared once
@@ -179,14 +175,23 @@ def connect(
     return connection
 
 
-def _connect(settings: dict[str, Any], autocommit: bool, is_known: bool) -> psycopg.Connection[tuple[Any, ...]]:
+def _connect(
+    url: str, settings: dict[str, Any], autocommit: bool, is_known: bool
+) -> psycopg.Connection[tuple[Any, ...]]:
     try:
         return psycopg.connect(**settings, autocommit=autocommit)
     except psycopg.OperationalError as error:
         if is_known or not _refuses(settings, error):
             raise
-    # It may have been coming up when it gave no connection, and been up when it was asked for the reason.
-    return psycopg.connect(**settings, autocommit=autocommit)
+    # It may have been coming up when it gave no connection, and been up when it was asked for the reason. So only what
+    # follows the answer that it is up is a refusal. It is asked once after each try: asked twice, one that came up in
+    # between would seem to have refused what it never saw.
+    try:
+        return psycopg.connect(**settings, autocommit=autocommit)
+    except psycopg.OperationalError as error:
+        if not _refuses(settings, error):
+            raise
+        raise _refusal(error, without_password(url)) from error
 
 
 def _refuses(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
@@ -195,8 +200,11 @@ def _refuses(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
     The driver raises the same error for both, and the server may speak any language: that it is full is only recognised
     in English.
     """
-    full = "too many" in str(error) or "connection slots" in str(error)
-    if full or isinstance(error, psycopg.errors.ConnectionTimeout):
+    if error.pgconn is None:
+        # No server was reached: its name was not found, or there was no answer in time. To ask it would take as long
+        # again, and the driver lets no other thread of this process run meanwhile.
+        return False
+    if "too many" in str(error) or "connection slots" in str(error):
         return False
     answer = pq.PGconn.ping(make_conninfo(**settings).encode())
     return answer in (pq.Ping.OK, pq.Ping.NO_ATTEMPT)
