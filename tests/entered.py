@@ -36,7 +36,8 @@ class EnteredFiles:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """For the block. Let the work be done once before: what is set up once is not part of it."""
+        """For the block alone. Let the work be done once before: what is set up once is not part of it."""
+        self._codes = set()
         self._noting = True
         try:
             yield
@@ -44,7 +45,8 @@ class EnteredFiles:
             self._noting = False
 
     def files(self) -> list[str]:
-        """So far, as paths within the project. Bodies of modules and classes, which imports run, are no calls."""
+        """Of the last such block, as paths within the project. Bodies of modules and classes, which imports run, are no
+        calls."""
         called = (code for code in self._codes if code.co_flags & inspect.CO_NEWLOCALS)
         files = {code.co_filename for code in called if code.co_filename.startswith(_PLACES)}
         return sorted(file.removeprefix(f"{PROJECT}/") for file in files)

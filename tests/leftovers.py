@@ -6,6 +6,7 @@ that a test started carries that test's name: pytest keeps it in the environment
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -99,6 +100,7 @@ class Leftovers:
     def found(self) -> list[str]:
         """A line for each process and path that this pytest process's tests have left. Ends the processes."""
         self._look()  # the last test has not ended yet
+        gc.collect()  # what stands in cycles, such as a reward with its process, ends where nobody has it any more
         for name in KEPT:
             if name in sys.modules:
                 sys.modules[name]._child.close()
