@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
 from rollout_core.config import CONFIG_KINDS, BudgetConfig, FilesDataset, NightlyConfig, load_config, parse_config
+from rollout_core.data import to_jsonl
 from rollout_core.data.dataset_sources import read_dataset
-from rollout_core.data.datasets import SftRow
+from rollout_core.data.datasets import PromptRow, SftRow
 from rollout_core.plans.first_config import KINDS, choose, config_text
 from rollout_core.plans.surroundings import Surroundings, look_around
 
@@ -46,6 +51,8 @@ def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     model.mkdir(parents=True)
     for file in tiny_model.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())  # of the same matrices, heads that vLLM has attention for
+    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 2}))
     for name in (".hidden/rows.jsonl", "node_modules/rows.jsonl", "env/rows.jsonl"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(json.dumps(ROWS["data/demos.jsonl"]) + "\n")
@@ -69,18 +76,65 @@ def test_models_and_rows_are_found_and_nothing_else(project: Path):
     assert {file.path for file in found.files} == set(ROWS)
 
 
-def test_rows_under_other_names_come_with_the_command_that_makes_them_rows(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("kind", ["sft", "grpo", "batch"])
+def test_columns_under_other_names_are_named_in_the_configuration(tmp_path: Path, monkeypatch, kind: str):
     monkeypatch.chdir(tmp_path)
     Path("qa.csv").write_text('Question,answer,source\n"What is 1+1?",2,a book\n')
     Path("notes.jsonl").write_text('{"title": "a", "body": "b"}\n')
-    written = rollout("init", "sft")
-    assert "note: notes.jsonl has body, title; rows need prompt, completion" in written
-    (hint,) = (line for line in written.splitlines() if line.startswith("note: qa.csv"))
-    command = hint.partition("to make rows of it: ")[2].removeprefix('python -c "').removesuffix('"')
-    subprocess.run([sys.executable, "-c", command], check=True, capture_output=True)
-    row = {"prompt": "What is 1+1?", "completion": "2", "source": "a book"}
-    assert json.loads(Path("qa-rows.jsonl").read_text()) == row
-    assert "rows qa-rows.jsonl" in rollout("init", "sft", "--force")
+    written = rollout("init", kind)
+    named = "Question as prompt, answer as completion" if kind == "sft" else "Question as prompt"
+    assert "rows qa.csv\n" in written and f"note: qa.csv: {named}; its columns in the configuration" in written
+    schema = KINDS[kind].schema
+    config = parse_config(tomllib.loads(Path(f"{kind}.toml").read_text()), CONFIG_KINDS[schema])
+    document = config.model_dump()
+    if kind == "sft":
+        (row,) = read_dataset(config.algorithm.dataset, SftRow, base=tmp_path)  # pyright: ignore[reportAttributeAccessIssue]
+        assert (row.prompt, row.completion) == ("What is 1+1?", "2")
+    elif kind == "grpo":
+        (row,) = read_dataset(config.algorithm.prompts, PromptRow, base=tmp_path)  # pyright: ignore[reportAttributeAccessIssue]
+        assert (row.prompt, json.loads(to_jsonl([row]))["answer"]) == ("What is 1+1?", "2")
+        assert "answer" in Path("rewards/reward.py").read_text()
+    else:
+        assert document["input"]["columns"] == {"prompt": "Question"}
+    Path("qa.csv").unlink()
+    assert "note: notes.jsonl has body, title; rows need prompt" in rollout("init", kind, "--force")
+
+
+ROW = {"prompt": "2 + 2 =", "completion": " 4"}
+LINE = json.dumps(ROW).encode() + b"\n"
+
+
+FORMS = {
+    "rows.jsonl.gz": gzip.compress(LINE * 3),
+    "rows.jsonl.xz": lzma.compress(LINE),
+    "rows.json": b"[\n" + LINE.strip() + b"\n]",
+    "rows.tsv": b"prompt\tcompletion\n2 + 2 =\t 4\n",
+    "rows.csv.bz2": bz2.compress(b"prompt,completion\r\n2 + 2 =, 4\r\n"),
+    "rows.arrow": None,
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_are_found_in_files_of_every_form(tmp_path: Path, monkeypatch, name: str):
+    monkeypatch.chdir(tmp_path)
+    data = FORMS[name]
+    if data is None:
+        table = pyarrow.Table.from_pylist([ROW])
+        with pyarrow.OSFile(name, "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        Path(name).write_bytes(data)
+    for other, text in (
+        ("package.json", '{"prompt": 1, "completion": 2}'),
+        ("cut.jsonl.gz", "no gzip"),
+        ("n.json", "[1]"),
+    ):
+        Path(other).write_text(text)
+    assert [file.path for file in look_around(tmp_path).files] == [name]
+    assert f"rows {name}\n" in rollout("init", "sft")
+    config = load_config(Path("sft.toml"), CONFIG_KINDS["train-sft"])
+    (read, *_) = read_dataset(config.algorithm.dataset, SftRow, base=tmp_path)  # pyright: ignore[reportAttributeAccessIssue]
+    assert (read.prompt, read.completion) == tuple(ROW.values())
 
 
 @pytest.mark.parametrize(

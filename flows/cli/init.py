@@ -112,9 +112,7 @@ def tables_without_file(kind: str, model: str | None, data: str | None, reward: 
 def overrides_of(kind: str, model: str | None, data: str | None, reward: str | None) -> dict[str, tuple[str, Any]]:
     """What the options change of a configuration file: by dotted key, the option's name and the value."""
     rows = "algorithm.prompts" if kind in ("ppo", "grpo") else "algorithm.dataset"
-    table = (
-        None if data is None else {"kind": "parquet_path" if data.endswith(".parquet") else "jsonl_path", "path": data}
-    )
+    table = None if data is None else {"kind": "files", "path": data}
     changes = {
         "algorithm.base_model.uri": ("--model", model),
         rows: ("--data", table),

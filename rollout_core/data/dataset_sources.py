@@ -48,6 +48,7 @@ from rollout_core.data.datasets import (
 )
 from rollout_core.data.files import (
     COMPRESSED_SUFFIXES,
+    FILES_OF_ROWS,
     DataFile,
     dataset_table,
     ending,
@@ -75,7 +76,6 @@ from rollout_core.objects.records import Dataset
 from rollout_core.objects.trees import expected, hash_file
 
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
-_FILES_OF_ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
 _STORED = re.compile("[0-9a-f]{8,64}")
 
 
@@ -324,12 +324,12 @@ def _folder_documents(name: str, folder: Path, reading: Reading) -> Iterator[Pla
         table = _load_hugging_face(HuggingFaceDataset(kind="hugging_face", uri=name), folder, download=False)
         yield from _arrow_documents(name, table, reading)
         return
-    endings = tuple(form + packed for form in _FILES_OF_ROWS for packed in ("", *COMPRESSED_SUFFIXES))
+    endings = tuple(form + packed for form in FILES_OF_ROWS for packed in ("", *COMPRESSED_SUFFIXES))
     files = sorted(file for file in folder.rglob("*") if file.name.endswith(endings))
     # Beside files of another form these say something about them.
     files = [file for file in files if ".json" not in file.suffixes] or files
     if not files:
-        raise ConfigError(f"object {name} is a folder without a file of rows; expected {', '.join(_FILES_OF_ROWS)}")
+        raise ConfigError(f"object {name} is a folder without a file of rows; expected {', '.join(FILES_OF_ROWS)}")
     named = [(f"{name}/{file.relative_to(folder).as_posix()}", file) for file in expected(files)]
     yield from file_documents([local_file(name, path) for name, path in named], reading)
 

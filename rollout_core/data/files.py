@@ -53,6 +53,8 @@ _COMPRESSED = re.compile(
     rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<xz>\xfd7zXZ\x00)|(?P<bzip2>BZh[1-9](?:1AY&SY|\x17rE8P\x90))"
 )
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+FILES_OF_ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
+"""Endings of their names, but for those of compression."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LARGEST_WHOLE = 2.0**53
 """Beyond this not every integer is a float."""
@@ -108,6 +110,31 @@ def file_documents(files: Iterable[DataFile], reading: Reading) -> Iterator[Plac
             continue
         with open_table(file, form) as table:
             yield from table_documents(table, whole, reading)
+
+
+def is_array(file: DataFile) -> bool:
+    """Whether a file of text holds a JSON array. Raises ConfigError where it cannot be read."""
+    head, _ = _head_of(file.name, _decompressed(file.name, file.chunks()))
+    return head.lstrip(_JSON_SPACE).startswith(b"[")
+
+
+def first_document(file: DataFile) -> dict[str, Any] | None:
+    """The first row of a file as it stands there, with the keys of all columns of a table; None where there is none.
+    Reads the file's beginning. Raises ConfigError for a file that cannot be read, or whose rows are no objects."""
+    form = file.table()
+    if form is None:
+        _, _, document = next(_text_documents(file, Reading()), ("", 0, {}))
+        try:
+            found = json.loads(document) if isinstance(document, bytes) else document
+        except ValueError as error:
+            raise ConfigError(f"{file.name}:1: no JSON: {one_line(error)}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{file.name}:1: a row is a JSON object, got {type(found).__name__}")
+        return found or None
+    with open_table(file, form) as table:
+        batch, _ = next(table.batches(None), (None, 0.0))
+        rows = [] if batch is None else batch.slice(0, 1).to_pylist()
+        return dict.fromkeys(table.schema.names) | without_nulls(rows[0] if rows else {})
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

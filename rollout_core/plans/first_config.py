@@ -6,9 +6,8 @@ The same text is what `rollout init` writes and what a command without a configu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rollout_core.plans.surroundings import ModelFolder, RowFile, Surroundings
 
@@ -115,21 +114,24 @@ class Choice:
 def choose(kind: str, found: Surroundings, model: ModelFolder | None = None, rows: RowFile | None = None) -> Choice:
     """What of ``found`` a run of ``kind`` is made of; ``model`` and ``rows`` come before it."""
     about, missing = KINDS[kind], []
+    needed = _NEEDED.get(kind, ("prompt",))
     if model is None and not found.models:
         missing.append(
             f"a model (a folder with config.json and *.safetensors): the hub's {HUB_MODEL.path} stands for it"
         )
-    fitting = _fitting(found, about.fits)
+    fitting = _fitting(found, about.fits, needed)
     if rows is None and not fitting:
         missing.append(f"a file of rows {about.rows}: data/train.jsonl stands for it")
+    if rows is not None and not about.fits(rows):
+        rows = _renamed(rows, needed) or rows
     chosen = rows or _first(fitting, held_out=False) or RowFile("data/train.jsonl", frozenset())
-    prompts = chosen
+    prompts, of_prompts = chosen, fitting
     if kind == "nightly":
-        of_prompts = _fitting(found, _are_prompts)
+        of_prompts = _fitting(found, _are_prompts, ("prompt",))
         if not of_prompts:
             missing.append(f"a file of rows {_PROMPTS}: data/prompts.jsonl stands for it")
         prompts = _first(of_prompts, held_out=False) or RowFile("data/prompts.jsonl", frozenset())
-    likes = _fitting(found, _are_prompts if kind == "nightly" else about.fits)
+    likes = of_prompts if kind == "nightly" else fitting
     held_out = next((file for file in likes if file.is_held_out and file.path != chosen.path), None)
     if kind == "nightly" and held_out is None:
         missing.append(f"held-out rows {_PROMPTS}: data/held-out.jsonl stands for them")
@@ -141,7 +143,9 @@ def choose(kind: str, found: Surroundings, model: ModelFolder | None = None, row
         held_out,
         f"{REWARD_FILE}:score" if kind in _WITH_REWARD else None,
     )
-    hints = [] if rows or fitting else list(_near_misses(kind, found))
+    hints = [] if rows or fitting else list(_near_misses(needed, found))
+    used = (chosen, prompts, *([] if held_out is None else [held_out]))
+    hints += [_renaming(file) for file in {file.path: file for file in used if file.columns}.values()]
     others = [each.path for each in found.models if each.path != ingredients.model.path]
     if model is None and others:
         hints.append(f"other models are here; --model takes one: {', '.join(others)}")
@@ -160,49 +164,58 @@ _CALLED = {
     "chosen": ("preferred", "accepted", "winner", "better"),
     "rejected": ("dispreferred", "refused", "loser", "worse"),
     "label": ("desirable", "liked", "good"),
+    "answer": ("solution", "target", "output", "response", "expected"),
 }
 """What people call them."""
 _MOST_HINTS = 3
 
 
-def _near_misses(kind: str, found: Surroundings) -> Iterator[str]:
-    """Files that are here and do not do as they are, each with what to do about it."""
-    needed = _NEEDED.get(kind, ("prompt",))
-    for file in (*found.files, *found.tables)[:_MOST_HINTS]:
-        here = {key.lower(): key for key in file.keys}
-        guessed = {key: next((here[name] for name in (key, *_CALLED[key]) if name in here), None) for key in needed}
-        lacking = [key for key, name in guessed.items() if name is None]
+def _near_misses(needed: Sequence[str], found: Surroundings) -> Iterator[str]:
+    """Files that are here and do not do as they are, each with what is missing."""
+    for file in found.files[:_MOST_HINTS]:
+        named = _called(file, needed)
         columns = f"{file.path} has {', '.join(sorted(file.keys))}"
-        if lacking:
-            yield f"{columns}; rows need {', '.join(needed)}"
-        elif {"instruction", "input"} <= here.keys():
-            named = {"completion": "output"}
-            renamed = {named.get(key, key): name for key, name in guessed.items() if key != "prompt"}
-            table = ", ".join(f"{key} = {_quoted(name)}" for key, name in renamed.items() if name and key != name)
-            yield (
-                f'{columns}; give it as a data set with format = "alpaca"'
-                + (f" and columns = {{ {table} }}" if table else "")
-                + ", which joins the input to the instruction"
-            )
+        if _has_input_apart(file) and {"prompt", "completion"} <= named.keys():
+            output = named["completion"]
+            table = "" if output == "output" else f" and columns = {{ output = {_quoted(output)} }}"
+            joins = "which joins the input to the instruction"
+            yield f'{columns}; give it as a data set with format = "alpaca"{table}, {joins}'
         else:
-            names = {name: key for key, name in guessed.items() if name is not None}
-            yield f"{columns}; to make rows of it: {_conversion(file, names)}"
+            yield f"{columns}; rows need {', '.join(needed)}"
 
 
-def _conversion(file: RowFile, names: Mapping[str, str]) -> str:
-    """The command that writes the rows of a file with other names as JSON lines."""
-    readers = {".csv": "csv('{}', dtype=str)", ".tsv": "csv('{}', sep='\\t', dtype=str)", ".parquet": "parquet('{}')"}
-    path = Path(file.path)
-    read = readers.get(path.suffix, "json('{}', lines=True, dtype=False)").format(file.path)
-    renamed = {name: key for name, key in names.items() if name != key}
-    rename = f".rename(columns={renamed})" if renamed else ""
-    target = path.with_name(f"{path.stem}-rows.jsonl").as_posix()
-    write = f".to_json('{target}', orient='records', lines=True, force_ascii=False)"
-    return f'python -c "import pandas; pandas.read_{read}{rename}{write}"'
+def _renaming(file: RowFile) -> str:
+    """How the columns of a file are read, for people to check."""
+    named = ", ".join(f"{theirs} as {ours}" for ours, theirs in file.columns.items())
+    return f"{file.path}: {named}; its columns in the configuration say so, change them where they mean something else"
 
 
-def _fitting(found: Surroundings, fits: Callable[[RowFile], bool]) -> list[RowFile]:
-    return [file for file in found.files if fits(file)]
+def _called(file: RowFile, keys: Sequence[str]) -> dict[str, str]:
+    """For each of our keys that the file has, under that name or another that people use, its name there."""
+    here = {key.lower(): key for key in file.keys}
+    found = {key: next((here[name] for name in (key, *_CALLED[key]) if name in here), None) for key in keys}
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def _has_input_apart(file: RowFile) -> bool:
+    """Whether a prompt is in two columns."""
+    return {"instruction", "input"} <= {key.lower() for key in file.keys}
+
+
+def _fitting(found: Surroundings, fits: Callable[[RowFile], bool], needed: Sequence[str]) -> list[RowFile]:
+    """Files that fit; where none does, those that do with their columns renamed."""
+    as_they_are = [file for file in found.files if fits(file)]
+    return as_they_are or [file for each in found.files if (file := _renamed(each, needed)) is not None and fits(file)]
+
+
+def _renamed(file: RowFile, needed: Sequence[str]) -> RowFile | None:
+    """The file with our names of the columns ``needed``; None where it lacks one, or holds rows in two columns."""
+    more = () if "completion" in needed else ("answer",)
+    named = _called(file, (*needed, *more))
+    if not set(needed) <= named.keys() or len({*named.values()}) < len(named) or _has_input_apart(file):
+        return None
+    columns = {ours: theirs for ours, theirs in named.items() if ours != theirs}
+    return replace(file, keys=file.keys - {*columns.values()} | {*columns}, columns=columns)
 
 
 def _first(files: list[RowFile], *, held_out: bool) -> RowFile | None:
@@ -247,9 +260,15 @@ def _model(table: str, of: Ingredients) -> Iterator[str]:
 
 
 def _rows(table: str, file: RowFile, what: str) -> Iterator[str]:
-    yield from ("", f"[{table}]  # rows {what}", f"kind = {_quoted(file.kind)}", f"path = {_quoted(file.path)}")
+    yield from ("", f"[{table}]  # rows {what}", f"path = {_quoted(file.path)}", *_columns(file))
     if file.format is not None:
         yield f"format = {_quoted(file.format)}  # what its rows are"
+
+
+def _columns(file: RowFile) -> Iterator[str]:
+    if file.columns:
+        renamed = ", ".join(f"{ours} = {_quoted(theirs)}" for ours, theirs in file.columns.items())
+        yield f"columns = {{ {renamed} }}  # ours = theirs"
 
 
 def _row_tokens(of: Ingredients) -> int:
@@ -329,6 +348,7 @@ def _on_policy(kind: str, of: Ingredients) -> Iterator[str]:
 def _batch(kind: str, of: Ingredients) -> Iterator[str]:
     yield from _model("model", of)
     yield from ("", f"[input]  # rows {_PROMPTS.partition(';')[0]}", f"glob = {_quoted(of.rows.path)}")
+    yield from _columns(of.rows)
     yield from ("", "[output]", 'dir = "data/completions"')
     yield from _sampling("sampling", of, 0.7)
     yield from _backend(of)

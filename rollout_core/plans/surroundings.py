@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.data.files import FILES_OF_ROWS, ending, first_document, is_array, local_file
 from rollout_core.models.gguf_header import parts_of, read_header
 from rollout_core.models.locating import is_gguf
 
 MAX_DEPTH = 4
 MAX_ENTRIES = 20_000
 """Files and folders that are looked at; a folder that holds more is not a project's."""
-MAX_LINE_BYTES = 1 << 20
 _NOT_LOOKED_INTO = frozenset({"node_modules", "__pycache__", "site-packages", "objects", "cache", "prefect"})
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _HELD_OUT = ("held", "eval", "test", "valid", "dev")
 """Parts of the names of files that are kept from training."""
 
@@ -34,11 +32,8 @@ class RowFile:
     """Of its first row."""
     is_answered: bool | None = None
     """Whether the conversation of its first row ends with an answer; None where that is not known."""
-
-    @property
-    def kind(self) -> str:
-        """The ``kind`` of its table in a configuration."""
-        return "parquet_path" if self.path.endswith(".parquet") else "jsonl_path"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Other names of some of its ``keys``, ours = theirs: the ``columns`` of its table in a configuration."""
 
     @property
     def format(self) -> str | None:
@@ -71,8 +66,6 @@ class Surroundings:
 
     models: tuple[ModelFolder, ...]
     files: tuple[RowFile, ...]
-    tables: tuple[RowFile, ...] = ()
-    """Comma- and tab-separated files, which runs do not read."""
 
 
 def look_around(folder: Path) -> Surroundings:
@@ -81,25 +74,21 @@ def look_around(folder: Path) -> Surroundings:
     models: list[ModelFolder] = []
     in_gguf: list[ModelFolder] = []
     files: list[RowFile] = []
-    tables: list[RowFile] = []
     for path in _entries(folder):
         name = path.relative_to(folder).as_posix()
         if path.name == "config.json" and any(path.parent.glob("*.safetensors")):
             models.append(_model_folder(path, folder))
         elif is_gguf(path):
             in_gguf += _in_gguf(path, name)
-        elif path.suffix in (".jsonl", ".parquet"):
+        elif ending(path.name) in FILES_OF_ROWS:
             found = row_file(path, name)
             files += [found] if found.keys else []
-        elif path.suffix in _SEPARATORS:
-            columns = _columns_of(path)
-            tables += [RowFile(name, columns)] if columns else []
-    return Surroundings(tuple(models or in_gguf), tuple(files), tuple(tables))
+    return Surroundings(tuple(models or in_gguf), tuple(files))
 
 
 def row_file(path: Path, name: str) -> RowFile:
     """The file at ``path``, called ``name`` in the configuration; without keys where it cannot be read."""
-    row = _first_row(path) or {}
+    row = _first_row(path, name) or {}
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return RowFile(name, frozenset(row), last.get("role") == "assistant" if isinstance(last, dict) else None)
@@ -158,28 +147,12 @@ def _max_positions(config: Path) -> int | None:
     return found if isinstance(found, int) and found > 1 else None
 
 
-def _columns_of(path: Path) -> frozenset[str]:
-    """Of a table, by its first line."""
+def _first_row(path: Path, name: str) -> dict[str, Any] | None:
+    """None where there is none. A ``.json`` file is one of rows where it holds a list of them; others are settings."""
+    file = local_file(name, path)
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
-            row = next(csv.reader([lines.readline(MAX_LINE_BYTES)], delimiter=_SEPARATORS[path.suffix]), [])
-    except (OSError, ValueError, csv.Error):
-        return frozenset()
-    return frozenset(filter(None, row))
-
-
-def _first_row(path: Path) -> dict[str, Any] | None:
-    """None where there is none."""
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            with pyarrow.parquet.ParquetFile(path) as table:
-                batch = next(table.iter_batches(batch_size=1), None)
-                rows = [] if batch is None else batch.to_pylist()
-                return rows[0] if rows else dict.fromkeys(table.schema_arrow.names)
-        with path.open("rb") as lines:
-            first: Any = json.loads(lines.readline(MAX_LINE_BYTES))
-    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
+        if ending(name) == ".json" and not is_array(file):
+            return None
+        return first_document(file)
+    except ConfigError:
         return None
-    return first if isinstance(first, dict) else None
