@@ -218,6 +218,8 @@ class _Encoder:
         if prompt is None:
             prompt = _common_start(wholes)
             wholes = [whole[len(prompt) :] for whole in wholes]
+        if any(message.role != "assistant" for answer in wholes for message in answer):
+            self._tally.shared_answer(where)
         before_chat = [Chat(prompt, True, tools)] if prompt else []
         chats = [*before_chat, *(Chat((*prompt, *answer), tools=tools) for answer in wholes)]
         rendered = yield Ask(chats=chats)

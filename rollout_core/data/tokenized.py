@@ -33,6 +33,7 @@ _NAMES = {
     "num_turn_by_turn": "rows trained turn by turn",
     "num_ended": "rows ended with EOS, as the template ends no turn",
     "num_longest_by_turn": "tokens of the longest row trained turn by turn",
+    "num_shared_answers": "rows whose answers hold turns of others, which count as the answer",
 }
 _ROW_NUMBER = re.compile(r"^row (\d+)")
 log = logging.getLogger(__name__)
@@ -69,6 +70,11 @@ class DataReport:
     num_template_problems: int = 0
     template_problems: tuple[str, ...] = ()
     """The first of them: where the chat template or the tokenizer does what was hardly meant."""
+    num_shared_answers: int = 0
+    """Rows of preference data with answers in which others speak, too, such as a user or a tool: the probability of an
+    answer is that of all its tokens."""
+    first_shared_answer: str | None = None
+    """The first of them."""
     reading: tuple[str, ...] = ()
     """What was changed, or found out, to make rows of what the files hold; known before rows are imported."""
 
@@ -81,13 +87,17 @@ class DataReport:
         """Names and values for people to read."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         del plain["longest"], plain["template_problems"], plain["reading"]
-        first_ended = plain.pop("first_ended", None)
-        for name in ("num_turn_by_turn", "num_ended", "num_longest_by_turn"):  # of rows that few data sets have
+        firsts = {
+            "num_ended": plain.pop("first_ended", None),
+            "num_shared_answers": plain.pop("first_shared_answer", None),
+        }
+        for name in ("num_turn_by_turn", "num_ended", "num_longest_by_turn", "num_shared_answers"):  # that few have
             if not plain[name]:
                 del plain[name]
         named = {_NAMES.get(name, name.removeprefix("num_").replace("_", " ")): value for name, value in plain.items()}
-        if first_ended is not None:
-            named[_NAMES["num_ended"]] = f"{self.num_ended}, {first_ended} the first"
+        named |= {
+            _NAMES[name]: f"{plain[name]}, {first} the first" for name, first in firsts.items() if first is not None
+        }
         named["trained share"] = f"{self.trained_share:.1%}"
         named["longest rows"] = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in self.longest)
         if self.template_problems:
@@ -97,8 +107,9 @@ class DataReport:
         return named
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "first_ended" or value is not None}
+        """The report as JSON, without later additions that are empty: its bytes are part of what a checkpoint is."""
+        later = ("first_ended", "num_shared_answers", "first_shared_answer")
+        return {name: value for name, value in asdict(self).items() if name not in later or value}
 
     def placed(self, place: Callable[[int], str]) -> Self:
         """The same of rows that were numbered, with each named by its position, from 0."""
@@ -137,6 +148,8 @@ class Tally:
     num_ended: int = 0
     first_ended: str | None = None
     num_longest_by_turn: int = 0
+    num_shared_answers: int = 0
+    first_shared_answer: str | None = None
     num_template_problems: int = 0
     template_problems: list[str] = field(default_factory=list)
     _longest: list[tuple[int, int, str]] = field(default_factory=list)
@@ -162,6 +175,11 @@ class Tally:
         self.num_ended += 1
         self.first_ended = self.first_ended or place
 
+    def shared_answer(self, place: str) -> None:
+        """Count a row with an answer in which others speak, too."""
+        self.num_shared_answers += 1
+        self.first_shared_answer = self.first_shared_answer or place
+
     def problem(self, problem: str) -> None:
         """Count a problem of the template, and remember the first."""
         self.num_template_problems += 1
@@ -181,6 +199,8 @@ class Tally:
             "num_ended": self.num_ended,
             "first_ended": self.first_ended,
             "num_longest_by_turn": self.num_longest_by_turn,
+            "num_shared_answers": self.num_shared_answers,
+            "first_shared_answer": self.first_shared_answer,
             "longest": tuple((place, tokens) for tokens, _, place in sorted(self._longest, reverse=True)),
             "num_template_problems": self.num_template_problems,
             "template_problems": tuple(self.template_problems),

@@ -156,6 +156,24 @@ def test_answers_that_begin_alike_share_their_turns_only(chat):
     assert chat.decode(pair.chosen) == "d<|endoftext|>\n" and "[user] c" in chat.decode(pair.prompt)
 
 
+def test_answers_in_which_others_speak_are_counted_and_named(chat):
+    plain = {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
+    shared = {"chosen": [user("a"), assistant("b"), user("c"), assistant("d")], "rejected": [user("a"), assistant("e")]}
+    _, report = tokenize_pairs(chat, pairs(plain, shared), max_seq_len=99, need_prompts=True)
+    assert (
+        report.figures()["rows whose answers hold turns of others, which count as the answer"] == "1, row 2 the first"
+    )
+    assert report.document()["num_shared_answers"] == 1
+    _, report = tokenize_pairs(chat, pairs(plain), max_seq_len=99, need_prompts=True)
+    assert not any("of others" in name for name in report.figures())
+    assert not {"num_shared_answers", "first_shared_answer"} & report.document().keys()
+    rows = judged(
+        {"prompt": [user("a")], "completion": [assistant("b"), user("c"), assistant("d")], "label": True},
+        {"prompt": [user("a")], "completion": [assistant("b")], "label": False},
+    )
+    assert tokenize_unpaired(chat, rows, max_seq_len=99)[1].num_shared_answers == 1
+
+
 def test_whole_sequences_have_no_prompt_and_train_reward_models_only(tokenizer):
     rows = pairs({"chosen": "sort 1 = 1", "rejected": "sort 1 = 2"})
     [pair], _ = tokenize_pairs(tokenizer, rows, max_seq_len=64, need_prompts=False)
