@@ -107,6 +107,6 @@ def _divergence(
     policy: Policy, other: Policy, rows: Sequence[tuple[list[int], list[int]]], temperature: float, device: Any
 ) -> TokenDivergence:
     batch = pack_completions(*zip(*rows, strict=True)).to(device)
-    hidden, ref_hidden = (model.hidden_states(batch, batch.predictors) for model in (policy, other))
+    hidden, ref_hidden = (model.hidden_states(batch, batch.predictors, batch.rows) for model in (policy, other))
     layer, ref_layer = (model.model.get_output_embeddings() for model in (policy, other))
     return token_divergence(hidden, ref_hidden, layer, ref_layer, batch.targets, temperature=temperature)

@@ -9,12 +9,14 @@ part, two thirds of a layer's products, works token by token: for the others it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.attention import PACKED_ATTENTION, try_packed
+from rollout_core.algorithms.long_rope import LongRoPE, choosing
 from rollout_core.algorithms.masters import lay_out
 from rollout_core.algorithms.output_layer import (
     StudentDivergence,
@@ -27,7 +29,7 @@ from rollout_core.algorithms.parallel import shard, whole
 from rollout_core.base.determinism import is_portable_here
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import Distillation, LearnerSettings
-from rollout_core.data.packing import PackedTokens, unpacked_rows
+from rollout_core.data.packing import Layout, PackedTokens, unpacked_rows, unshared
 from rollout_core.models.architecture import check_output_layer
 
 _TAUGHT = "_rollout_reads_alone"
@@ -92,33 +94,38 @@ class PackedModel(nn.Module):
         self.packed = packed and can_pack(model)
         # Products of fewer rows are rounded otherwise, and portable results are to stay what they are.
         self._reads_alone = self.packed and not is_portable_here() and compute_read_tokens_alone(model)
+        self._long_rope = LongRoPE.of(model)
 
-    def hidden_states(self, batch: PackedTokens, read: Tensor) -> Tensor:
-        """[M,H] after the last norm, of the packed tokens ``read`` [M] int64, which may name one twice."""
+    def hidden_states(self, batch: PackedTokens, read: Tensor, rows: Tensor) -> Tensor:
+        """[M,H] after the last norm, of the packed tokens ``read`` [M] int64 as those of the rows ``rows`` [M] int64; a
+        token may be named twice, for several rows that share it."""
         trunk = self.model.base_model
+        is_long = None if self._long_rope is None else self._long_rope.of_rows(batch.layout, read.device)
         if not self.packed:
-            return self._padded_trunk(trunk, batch)[read]
-        options = {"read_tokens": read_tokens(batch, read)} if self._reads_alone else {}
-        found = trunk(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            layout=batch.layout,
-            **options,
-        )
+            return self._padded_trunk(trunk, batch, is_long)[rows, batch.position_ids[read]]
+        input_ids, position_ids, layout = batch.input_ids, batch.position_ids, batch.layout
+        if is_long is not None:  # a prefix is then not the same in all its rows
+            index, lengths = unshared(layout)
+            starts = torch.tensor([0, *accumulate(lengths)][:-1], device=read.device)
+            read = starts[rows] + position_ids[read]
+            input_ids, position_ids = input_ids[index], position_ids[index]
+            layout = Layout(tuple((length, ()) for length in lengths))
+            is_long = is_long.repeat_interleave(torch.tensor(lengths, device=read.device))[None]
+        options = {"read_tokens": read_tokens(len(input_ids), read)} if self._reads_alone else {}
+        with choosing(self._long_rope, is_long):
+            found = trunk(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, layout=layout, **options
+            )
         return found.last_hidden_state.squeeze(0)[read]
 
-    def _padded_trunk(self, trunk: Any, batch: PackedTokens) -> Tensor:
+    def _padded_trunk(self, trunk: Any, batch: PackedTokens, is_long: Tensor | None) -> Tensor:
+        """[R, longest, H]"""
         rows = unpacked_rows(batch.layout)
         longest = max(len(row) for row in rows)
-        device = batch.input_ids.device
-        index = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=device)
+        index = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=batch.input_ids.device)
         # Padding at the right is invisible to causal attention, and its outputs are never looked at.
-        hidden = trunk(input_ids=batch.input_ids[index], use_cache=False).last_hidden_state
-        row_of = torch.zeros(len(batch.input_ids), dtype=torch.int64)
-        for number in reversed(range(len(rows))):
-            row_of[rows[number]] = number
-        return hidden[row_of.to(device), batch.position_ids]
+        with choosing(self._long_rope, None if is_long is None else is_long[:, None]):
+            return trunk(input_ids=batch.input_ids[index], use_cache=False).last_hidden_state
 
 
 class ValueModel(PackedModel):
@@ -130,7 +137,7 @@ class ValueModel(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[M] float32."""
-        return scalar_head(self.head, self.hidden_states(batch, batch.predictors))
+        return scalar_head(self.head, self.hidden_states(batch, batch.predictors, batch.rows))
 
 
 class Policy(PackedModel):
@@ -159,7 +166,7 @@ class Policy(PackedModel):
     ) -> PolicyOutput | NLLOutput | StudentDivergence:
         """Log-probabilities of the targets; with ``nll_weights`` [M] instead the loss ``-sum(weights * logprobs)``,
         with ``distill`` the divergence from a teacher."""
-        predictors = self.hidden_states(batch, batch.predictors)
+        predictors = self.hidden_states(batch, batch.predictors, batch.rows)
         layer = self.model.get_output_embeddings()
         if nll_weights is not None:
             loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights)
@@ -189,7 +196,7 @@ class TeacherTrunk(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[M,H] hidden states that predict the targets."""
-        return self.hidden_states(batch, batch.predictors)
+        return self.hidden_states(batch, batch.predictors, batch.rows)
 
 
 class Teacher:
@@ -309,9 +316,9 @@ def compute_read_tokens_alone(model: Any) -> bool:
     return is_able
 
 
-def read_tokens(batch: PackedTokens, read: Tensor) -> Tensor | None:
-    """[K] int64, rising: which packed tokens ``read`` [M] names, or None where they are so many that all may be
+def read_tokens(num_tokens: int, read: Tensor) -> Tensor | None:
+    """[K] int64, rising: which of the packed tokens ``read`` [M] names, or None where they are so many that all may be
     computed."""
-    if len(read) > WORTH_SELECTING * len(batch.input_ids):  # without repetitions they may be fewer, by one a row
+    if len(read) > WORTH_SELECTING * num_tokens:  # without repetitions they may be fewer, by one a row
         return None
     return torch.unique(read)

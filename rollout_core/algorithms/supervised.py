@@ -220,7 +220,8 @@ class RewardModel(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[R] float32: the score of every row."""
-        return scalar_head(self.model.score, self.hidden_states(batch, batch.ends))
+        rows = torch.arange(batch.num_rows, device=batch.ends.device)
+        return scalar_head(self.model.score, self.hidden_states(batch, batch.ends, rows))
 
 
 @dataclass(frozen=True)

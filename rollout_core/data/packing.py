@@ -202,6 +202,12 @@ def num_branch_tokens(document: Document) -> int:
     return len(document.prefix) * (1 if shared else len(document.branches)) + answers
 
 
+def unshared(layout: Layout) -> tuple[list[int], list[int]]:
+    """Packed indices of all rows as whole sequences, one after the other, and their lengths."""
+    rows = unpacked_rows(layout)
+    return [index for row in rows for index in row], [len(row) for row in rows]
+
+
 def unpacked_rows(layout: Layout) -> list[list[int]]:
     """Packed indices of every row as a whole sequence, its prefix included."""
     rows, start = [], 0

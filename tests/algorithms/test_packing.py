@@ -10,16 +10,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
 
 from rollout_core.algorithms.output_layer import target_logprobs, weighted_nll
 from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.supervised import RewardModel, score_sequences
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Document, pack, pack_completions, unpacked_rows
 
@@ -30,6 +33,22 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, **HEADS),
     "llama": LlamaConfig(**SIZES, **HEADS),
     "mistral, window of 6": MistralConfig(**SIZES, **HEADS, sliding_window=6),
+    # One document has rows of 12 and of 16 tokens behind a prefix, so rows of both kinds of factors share tokens.
+    "phi3, LongRoPE beyond 13": Phi3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        max_position_embeddings=64,
+        original_max_position_embeddings=13,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "original_max_position_embeddings": 13,
+            "short_factor": [1.0, 1.2, 1.5, 2.0],
+            "long_factor": [1.5, 3.0, 6.0, 9.0],
+        },
+    ),
     "gpt2": GPT2Config(
         vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
@@ -229,3 +248,33 @@ def test_large_logits_keep_their_last_digits():
     found = target_logprobs(hidden, weight, None, torch.tensor([0]))
     expected = torch.log_softmax((hidden.double() @ weight.double().T), -1)[0, 0]
     assert float(found.logprobs) == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_rows_on_either_side_of_long_rope_have_in_company_what_they_have_alone():
+    """So a step's gradient is the same however it is cut."""
+    kind = "phi3, LongRoPE beyond 13"
+    policy = Policy(make_model(kind))
+    items = [*documents(), Document(list(range(13))), Document(list(range(14)))]
+    with torch.no_grad():
+        alone = [policy(pack([item])).logprobs for item in items]
+        together = policy(pack(items)).logprobs
+        pairs = [policy(pack([items[number] for number in pair])).logprobs for pair in ((0, 7), (6, 7), (2, 0))]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+    for found, pair in zip(pairs, ((0, 7), (6, 7), (2, 0)), strict=True):
+        assert torch.allclose(found, torch.cat([alone[number] for number in pair]), atol=1e-5)
+    # The two sets of factors are not the same thing.
+    plain = make_model(kind)
+    with torch.no_grad():
+        in_company = plain(input_ids=torch.tensor([[*range(13), 0], [*range(14)]])).logits[0, :13]
+        by_itself = plain(input_ids=torch.tensor([[*range(13)]])).logits[0]
+    assert not torch.allclose(in_company, by_itself, atol=1e-2)
+
+
+def test_reward_models_with_long_rope_score_a_row_as_if_it_were_alone():
+    config = copy.deepcopy(CONFIGS["phi3, LongRoPE beyond 13"])
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = RewardModel(AutoModelForSequenceClassification.from_config(config).eval())
+    sequences = [list(range(1, 1 + length)) for length in (5, 13, 14, 20)]
+    alone = [score_sequences(model, [sequence], device=torch.device("cpu"))[0] for sequence in sequences]
+    assert score_sequences(model, sequences, device=torch.device("cpu")) == pytest.approx(alone, abs=1e-5)
