@@ -14,6 +14,7 @@ its tokens a step are an average.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -25,7 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness import Figures, median_ratio
+from memory import memory_of
 from training import make_policy, pair_rows, sft_rows
 
 HERE = Path(__file__).resolve().parent
@@ -40,9 +43,15 @@ class Comparison:
     rows: list[dict[str, Any]]
     batch: int = 8
     vocabulary: int = 512
+    model: Path | None = None
+    """Folder of the weights; otherwise they are drawn, of ``vocabulary``."""
     theirs: str | None = None
     """TRL's case, where it has another name."""
     options: tuple[str, ...] = field(default=())
+    """Of both sides."""
+    script: str = "training.py"
+    """Our side."""
+    their_options: tuple[str, ...] = field(default=())
 
 
 def judged_rows(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,47 +103,89 @@ def whole_pairs(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: pair["prompt_ids"] + pair[key] for key in ("chosen_ids", "rejected_ids")} for pair in pairs]
 
 
-def measure(
-    python: str, script: str, case: str, one: Comparison, folder: Path, arguments: argparse.Namespace
-) -> dict[str, float]:
-    """The figures of one side's process."""
+@dataclass(frozen=True)
+class Side:
+    """A process that measures one side."""
+
+    python: str
+    script: str
+    case: str
+    options: tuple[str, ...] = ()
+
+
+def measure(side: Side, one: Comparison, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """The figures of one side's process; ``tree_mib`` is what all its processes together held at most."""
     out = folder / "figures.json"
     out.unlink(missing_ok=True)
-    command = [python, HERE / script, "--case", case, "--work", folder / "rows.jsonl", "--model", folder / "model"]
-    command += ["--batch", one.batch, "--steps", arguments.steps, "--json", out, *one.options]
+    command = [side.python, HERE / side.script, "--case", side.case, "--work", folder / "rows.jsonl"]
+    command += ["--model", one.model or folder / "model", "--batch", one.batch, "--steps", arguments.steps]
+    command += ["--json", out, *one.options, *side.options]
     threads = {"OMP_NUM_THREADS": str(arguments.threads), "MKL_NUM_THREADS": str(arguments.threads)}
     parts, environment = [str(part) for part in command], {**os.environ, **threads}
-    done = subprocess.run(parts, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{script} --case {case} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(out.read_text(encoding="utf-8"))
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen(parts, stdout=said, stderr=said, env=environment)
+        peak = tree_peak(process)
+        if process.returncode:
+            said.seek(0)
+            end = said.read()[-2000:]
+            raise RuntimeError(f"{side.script} --case {side.case} ended with {process.returncode}: {end}")
+    return {**json.loads(out.read_text(encoding="utf-8")), "tree_mib": peak / 2**20}
+
+
+def tree_peak(process: subprocess.Popen[Any]) -> int:
+    """Wait for the end of ``process``; the most that it and its descendants held together, bytes that no file backs."""
+    peak = 0
+    while True:
+        try:
+            process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                tree = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+                peak = max(peak, sum(map(memory_of, tree)))
+        else:
+            return peak
+
+
+def both_sides(one: Comparison, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The figures of both sides in turn, a dictionary a round, each side first in every other round."""
+    with tempfile.TemporaryDirectory(prefix="rollout-trl-") as name:
+        folder = Path(name)
+        if one.model is None:
+            make_policy(one.vocabulary).save_pretrained(folder / "model")
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in one.rows), encoding="utf-8")
+        sides = (
+            Side(sys.executable, one.script, one.case),
+            Side(arguments.python, "trl_side.py", one.theirs or one.case, one.their_options),
+        )
+        return in_turn(sides, one, folder, arguments)
+
+
+def in_turn(
+    sides: Sequence[Side], one: Comparison, folder: Path, arguments: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Two sides on what ``folder`` holds."""
+    found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for number in range(arguments.rounds):
+        for index in (0, 1) if number % 2 else (1, 0):
+            found[index].append(measure(sides[index], one, folder, arguments))
+    return found
 
 
 def compare(figures: Figures, one: Comparison, arguments: argparse.Namespace) -> None:
-    """Both sides in turn, each first in every other round."""
-    with tempfile.TemporaryDirectory(prefix="rollout-trl-") as name:
-        folder = Path(name)
-        make_policy(one.vocabulary).save_pretrained(folder / "model")
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in one.rows), encoding="utf-8")
-        sides = (
-            (sys.executable, "training.py", one.case),
-            (arguments.python, "trl_side.py", one.theirs or one.case),
-        )
-        found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
-        for number in range(arguments.rounds):
-            for index in (0, 1) if number % 2 else (1, 0):
-                found[index].append(measure(*sides[index], one, folder, arguments))
+    """A row for each figure."""
+    found = both_sides(one, arguments)
     for name, unit in (("tokens_per_second", "tokens/s"), ("tokens_per_processor_second", "tokens/processor second")):
         ours, theirs = ([each[name] for each in side] for side in found)
         figures.compare(f"{one.what}, {unit}", ours, theirs)
-    ours, theirs = ([each["peak_rss_mib"] for each in side] for side in found)
-    figures.add(
-        f"{one.what}, peak MiB",
-        f"{min(ours):,.0f}",
-        f"{min(theirs):,.0f}",
-        median_ratio(ours, theirs),
-        arguments.rounds,
-    )
+    compare_memory(figures, one.what, found)
+
+
+def compare_memory(
+    figures: Figures, what: str, found: Sequence[Sequence[dict[str, Any]]], key: str = "peak_rss_mib"
+) -> None:
+    """A row of what both sides held at most; ``key``: ``tree_mib`` counts all processes of a side."""
+    ours, theirs = ([each[key] for each in side] for side in found)
+    figures.add(f"{what}, peak MiB", f"{min(ours):,.0f}", f"{min(theirs):,.0f}", median_ratio(ours, theirs), len(ours))
 
 
 def main() -> None:

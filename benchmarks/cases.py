@@ -13,6 +13,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,15 +66,32 @@ def settings(kind: type[Any], batch: int, steps: int, **changes: Any) -> Any:
     )
 
 
-def run_case(name: str, model: Any, rows: Sequence[dict[str, Any]], *, batch: int, steps: int, warm: int = 2) -> Figure:
-    """``steps`` optimizer steps of ``batch`` rows each, after ``warm`` that do not count, in the order of ``rows``."""
+def run_case(
+    name: str,
+    model: Any,
+    rows: Sequence[dict[str, Any]],
+    *,
+    batch: int,
+    steps: int,
+    warm: int = 2,
+    precision: str = "float32",
+    lora: int | None = None,
+) -> Figure:
+    """``steps`` optimizer steps of ``batch`` rows each, after ``warm`` that do not count, in the order of ``rows``.
+
+    ``precision`` as in the settings of a learner; ``lora`` is the rank of adapters, which are then what is trained.
+    """
     from rollout_core.algorithms.loop import build_accelerator, build_optimizer, train
     from rollout_core.algorithms.state import TrainState
+    from rollout_core.config import LoRAConfig
+    from rollout_core.models.architecture import with_lora
 
-    algorithm, trained = _BUILDERS[name](model, rows, batch, steps + warm)
+    adapted = with_lora(model, None if lora is None else LoRAConfig(r=lora), seed=0)
+    algorithm, trained = _BUILDERS[name](adapted, rows, batch, steps + warm)
     config = algorithm.settings
     state = TrainState(trained, build_optimizer(config.optimizer, list(trained.parameters())))
-    accelerator = build_accelerator("float32")
+    accelerator = build_accelerator(precision)
+    algorithm.autocast = accelerator.autocast
     seconds, processor = [], []
     for step in range(steps + warm):
         algorithm.num_steps = step + 1
@@ -101,6 +119,8 @@ class _InOrder:
         self.num_tokens = inner.num_tokens
         self.sequences = inner.sequences
         self.loss = inner.loss
+        self.autocast: Callable[..., AbstractContextManager[None]] = nullcontext
+        """What a pass of the reference runs in, as the stage has it."""
         self._rows = rows
         self._make = make
 
@@ -113,7 +133,8 @@ class _InOrder:
         return [self._rows[position] for position in self._positions(step)]
 
     def minibatches(self, step: int) -> list[Any]:
-        return [self._make(self._positions(step))]
+        with self.autocast():
+            return [self._make(self._positions(step))]
 
 
 def _sft(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> tuple[_InOrder, Any]:

@@ -96,24 +96,36 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+_COLUMNS = ("what", "ours", "baseline", "ratio", "rounds")
+
+
 class Figures:
     """Rows of the one table a benchmark prints."""
 
     def __init__(self, title: str) -> None:
         self._table = Table(title=title, title_justify="left", box=None, pad_edge=False, caption_justify="left")
-        for column in ("what", "ours", "baseline", "ratio", "rounds"):
+        self._title = title
+        self.rows: list[tuple[str, ...]] = []
+        for column in _COLUMNS:
             self._table.add_column(column, justify="left" if column == "what" else "right", no_wrap=True)
 
     def add(self, what: str, ours: str, baseline: str = "", ratio: float | None = None, rounds: int = 1) -> None:
         """One row; figures come with their units. A line says so at once: a table that takes minutes may be cut off."""
         shown = "" if ratio is None else f"{ratio:.3f}"
-        self._table.add_row(what, ours, baseline, shown, str(rounds))
+        self.rows.append((what, ours, baseline, shown, str(rounds)))
+        self._table.add_row(*self.rows[-1])
         print(f"{what}: {ours} {baseline} {shown}".rstrip(), file=sys.stderr, flush=True)
 
     def compare(self, what: str, ours: Sequence[float], baseline: Sequence[float], *, form: str = "{:,.0f}") -> None:
         """A row of two sides measured in alternation: their medians and the median ratio."""
         medians = (form.format(statistics.median(side)) for side in (ours, baseline))
         self.add(what, *medians, ratio=median_ratio(ours, baseline), rounds=len(ours))
+
+    def markdown(self) -> str:
+        """The table as the documents have it."""
+        aligned = ("---", *("---:" for _ in _COLUMNS[1:]))
+        lines = (f"| {' | '.join(row)} |" for row in (_COLUMNS, aligned, *self.rows))
+        return "\n".join([self._title, "", *lines])
 
     def show(self, caption: str = "") -> None:
         """Print the table."""

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Size:
     num_prompts: int
     rounds: int
     model: Mapping[str, int] = field(default_factory=dict)
-    """Of `make_model`, instead of its 3.3 million parameters."""
+    """Of `make_model`, instead of its 3.3 million parameters; nothing where a folder is given."""
 
 
 SIZES = {
@@ -67,13 +68,17 @@ class Side:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
-def make_inputs(folder: Path, num_prompts: int, **model: int) -> None:
-    """A model that seldom ends its completions, and ``num_prompts`` different prompts."""
+def make_inputs(folder: Path, size: Size, given: Path | None) -> None:
+    """Different prompts, and a model that seldom ends its completions, or the one ``given``."""
     import random
 
     from examples.make_tiny import SEED, make_model, make_problems
 
-    make_model(folder / "model", **model)
+    num_prompts = size.num_prompts
+    if given is None:
+        make_model(folder / "model", **size.model)
+    else:
+        shutil.copytree(given, folder / "model")
     problems = make_problems(num_prompts, random.Random(SEED))
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt, _ in problems]
     (folder / PROMPTS).write_text("".join(lines), encoding="utf-8")
@@ -232,15 +237,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="full", help="large: 300 prompts, 101 million parameters")
     parser.add_argument("--quick", action="store_const", const="quick", dest="size", help="to see that it runs")
-    size = SIZES[parser.parse_args().size]
+    parser.add_argument("--model", type=Path, help="folder of a model, instead of one that is made")
+    parser.add_argument("--prompts", type=int, help="how many, instead of the size's")
+    parser.add_argument("--rounds", type=int, help="how many, instead of the size's")
+    parser.add_argument("--json", type=Path, help="file for the rows of the table")
+    arguments = parser.parse_args()
+    size = SIZES[arguments.size]
+    size = replace(size, num_prompts=arguments.prompts or size.num_prompts, rounds=arguments.rounds or size.rounds)
+    model, rows = (path and path.resolve() for path in (arguments.model, arguments.json))
     with own_place() as folder, own_server(folder):
-        make_inputs(folder, size.num_prompts, **size.model)
+        make_inputs(folder, size, model)
         from rollout_core.inference.engines import close_engine
 
         try:
             figures = measure(size)
         finally:
             close_engine()
+    if rows is not None:
+        rows.write_text(json.dumps(figures.rows), encoding="utf-8")
     figures.show()
 
 

@@ -279,7 +279,8 @@ def run_one(arguments: argparse.Namespace) -> None:
         shape = Shape(arguments.batch, arguments.completions, arguments.tokens, arguments.epochs, arguments.values)
         found = run_policy_case(arguments.case, model, rows, shape, steps=arguments.steps)
     else:
-        found = run_case(arguments.case, model, rows, batch=arguments.batch, steps=arguments.steps)
+        options = {"precision": arguments.precision, "lora": arguments.lora, "warm": arguments.warm}
+        found = run_case(arguments.case, model, rows, batch=arguments.batch, steps=arguments.steps, **options)
     figures = Figures(f"{arguments.case}: {arguments.steps} steps of {arguments.batch} rows")
     figures.add("median step", f"{found.step_ms:,.1f} ms")
     figures.add("real tokens", f"{found.tokens_per_second:,.0f} /s")
@@ -302,7 +303,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="grpo, ppo: of each completion")
     parser.add_argument("--epochs", type=int, help="grpo, ppo: passes over a step's completions; default 1 and 4")
     parser.add_argument("--values", choices=("head", "model"), default="head", help="ppo")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of rows' cases")
+    parser.add_argument("--lora", type=int, help="rank of adapters, which are then what is trained; of rows' cases")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--warm", type=int, default=2, help="steps before them that do not count; of rows' cases")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     arguments.completions = arguments.completions or (1 if arguments.case == "ppo" else 8)
