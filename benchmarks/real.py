@@ -59,8 +59,8 @@ WHO = (
     "a thief",
 )
 WHAT = ("the sea", "the clock", "her map", "a storm", "the bread", "a key", "the moon", "a train", "the well", "a song")
-GRPO_PROMPTS, GRPO_COMPLETIONS, GRPO_TOKENS = 4, 8, 64
-BATCH_PROMPTS, BATCH_TOKENS = 64, 64
+GRPO_PROMPTS, GRPO_COMPLETIONS, GRPO_TOKENS = 2, 8, 64
+BATCH_PROMPTS, BATCH_TOKENS = 32, 64
 FIRST_ROWS, FIRST_TOKENS = 8, 16
 
 
@@ -112,14 +112,14 @@ def row_comparisons(model: Path, steps: int, warm: int) -> dict[str, Comparison]
     """Of learners from rows, by short name."""
     equal, uneven = 4 * (steps + warm), 8 * (steps + warm)
     shapes = {
-        "sft": ("SFT, 4 x 256 tokens", "sft", sft_rows(equal, (256, 256), vocabulary=VOCABULARY), 4, ()),
-        "documents": ("SFT, 8 of 32 to 256", "sft", sft_rows(uneven, (32, 256), vocabulary=VOCABULARY), 8, ()),
+        "sft": ("SFT, 4 x 128 tokens", "sft", sft_rows(equal, (128, 128), vocabulary=VOCABULARY), 4, ()),
+        "documents": ("SFT, 8 of 16 to 128 tokens", "sft", sft_rows(uneven, (16, 128), vocabulary=VOCABULARY), 8, ()),
         "dpo-equal": ("DPO, 4 of 64 + 40, inline reference", "dpo", pair_rows(equal, equal=True), 4, ()),
         "dpo": ("DPO, 4 of 32 to 96 + 16 to 64, inline reference", "dpo", pair_rows(equal), 4, ()),
         "lora": (
-            f"SFT, LoRA of rank {RANK}, 4 x 256 tokens",
+            f"SFT, LoRA of rank {RANK}, 4 x 128 tokens",
             "sft",
-            sft_rows(equal, (256, 256), vocabulary=VOCABULARY),
+            sft_rows(equal, (128, 128), vocabulary=VOCABULARY),
             4,
             ("--lora", str(RANK)),
         ),
