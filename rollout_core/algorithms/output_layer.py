@@ -9,6 +9,7 @@ otherwise; `weighted_nll` and `weighted_jsd`, whose gradients are known as soon 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -238,7 +239,7 @@ class _TargetLogprobs(torch.autograd.Function):
             return (None,) * 6
         hidden, weight, bias, targets, logsums, entropy, kept = ctx.saved_tensors
         cast, cast_bias = _cast(hidden.dtype, weight, bias)
-        grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype)
+        grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype, ctx.needs_input_grad[:3])
         for chunk in _chunks(len(targets), len(weight), hidden.device):
             if kept is not None:
                 probabilities = kept[chunk]
@@ -265,10 +266,10 @@ class _WeightedNLL(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        hidden_dtype = hidden.dtype
+        hidden_dtype, needs = hidden.dtype, ctx.needs_input_grad[:3]
         hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            grads = _HeadGrads(hidden, weight, bias, hidden_dtype) if any(ctx.needs_input_grad) else None
+            grads = _HeadGrads(hidden, weight, bias, hidden_dtype, needs) if any(needs) else None
             logprobs = hidden.new_zeros(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
             is_best = torch.zeros_like(targets, dtype=torch.bool)
             for chunk in _chunks(len(targets), len(weight), hidden.device):
@@ -309,12 +310,12 @@ class _WeightedJSD(torch.autograd.Function):
         beta: float,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        hidden_dtype, product = hidden.dtype, product_dtype(hidden)
+        hidden_dtype, product, needs = hidden.dtype, product_dtype(hidden), ctx.needs_input_grad[:3]
         hidden, cast, cast_bias = _cast(product, hidden, weight, bias)
         teacher = _cast(product, teacher_hidden, teacher_weight, teacher_bias)
         size = min(len(weight), len(teacher_weight))
         with torch.autocast(hidden.device.type, enabled=False):
-            grads = _HeadGrads(hidden, weight, bias, hidden_dtype) if any(ctx.needs_input_grad) else None
+            grads = _HeadGrads(hidden, weight, bias, hidden_dtype, needs) if any(needs) else None
             dtype = torch.promote_types(hidden.dtype, torch.float32)
             divergence, logprobs = (hidden.new_zeros(len(targets), dtype=dtype) for _ in range(2))
             is_best = torch.zeros_like(targets, dtype=torch.bool)
@@ -343,20 +344,30 @@ class _WeightedJSD(torch.autograd.Function):
 
 
 class _HeadGrads:
-    """Gradients of the output layer's inputs, gathered chunk by chunk; ``hidden`` as it was multiplied."""
+    """Gradients of the output layer's inputs, gathered chunk by chunk; ``hidden`` as it was multiplied.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, hidden_dtype: torch.dtype) -> None:
+    ``needs``: which of hidden, weight and bias want one. A frozen weight, as beside adapters, does not, and its product
+    is a third of the layer's.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, hidden_dtype: torch.dtype, needs: Sequence[bool]
+    ) -> None:
+        wants_hidden, wants_weight, wants_bias = needs
         self._inputs = hidden
-        self.hidden = torch.empty_like(hidden, dtype=hidden_dtype)
-        self.weight = torch.zeros_like(weight)
-        self.bias = None if bias is None else torch.zeros_like(bias)
+        self.hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
+        self.weight = torch.zeros_like(weight) if wants_weight else None
+        self.bias = torch.zeros_like(bias) if bias is not None and wants_bias else None
 
     def add(self, chunk: slice, grad_logits: Tensor, cast: Tensor) -> None:
         """Account for the gradient [c,V] of the logits of ``chunk``; ``cast`` is the weight as it was multiplied."""
         if self.bias is not None:
             self.bias += grad_logits.sum(dim=0).to(self.bias.dtype)
         grad = grad_logits.to(cast.dtype)
-        self.hidden[chunk] = grad @ cast
+        if self.hidden is not None:
+            self.hidden[chunk] = grad @ cast
+        if self.weight is None:
+            return
         if self.weight.dtype == cast.dtype:
             self.weight.addmm_(grad.T, self._inputs[chunk])
         else:

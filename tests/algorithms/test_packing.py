@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -240,6 +241,42 @@ def test_weighted_nll_is_minus_the_weighted_logprobs(chunked, bias):
     assert torch.autograd.gradcheck(
         lambda *given: weighted_nll(given[0], given[1], given[2] if bias else None, targets, weights)[0], inputs
     )
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices inside the block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["logprobs", "nll"])
+def test_a_frozen_output_layer_costs_no_product_for_its_gradient_and_changes_no_other(chunked, bias, kind):
+    hidden, weight, offset, targets = head_inputs(bias)
+    weights = torch.rand(7, dtype=torch.float64)
+
+    def gradient_and_products() -> tuple[torch.Tensor, int]:
+        hidden.grad = None
+        with Products() as products:
+            if kind == "nll":
+                weighted_nll(hidden, weight, offset, targets, weights)[0].backward()
+            else:
+                (weights * target_logprobs(hidden, weight, offset, targets).logprobs).sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad, products.count
+
+    trained, of_trained = gradient_and_products()
+    assert weight.grad is not None
+    weight.requires_grad_(False).grad = None
+    if offset is not None:
+        offset.requires_grad_(False).grad = None
+    frozen, of_frozen = gradient_and_products()
+    assert torch.equal(frozen, trained)
+    assert weight.grad is None and of_frozen < of_trained
 
 
 def test_large_logits_keep_their_last_digits():
