@@ -159,6 +159,11 @@ class SamplingParams(Settings):
         return self
 
 
+CPU_BLOCK_SIZE = 32
+"""Tokens of a block of vLLM's key/value cache on a CPU where prefixes are cached: what is shared is whole blocks, and
+this is the smallest that its fast kernels take. vLLM's own default is 128, more than many a prompt has."""
+
+
 class VLLMBackend(Settings):
     """vLLM in this process (the engine itself is a child process); device found by an explicit probe."""
 
@@ -183,8 +188,10 @@ class VLLMBackend(Settings):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine, on whose number last bits of a logprob may depend. Default: one a core, but for one
     core that is left to the rest, or 1 with portable numerics."""
-    enable_prefix_caching: bool = False
-    """Off by default: a cache hit may change last bits of a logprob."""
+    enable_prefix_caching: bool | None = None
+    """Take the keys and values of a prompt's beginning from an earlier request, such as another completion of the same
+    prompt. Default: where that changes no bit (CPU, float32, short contexts). True: always, and last bits of a logprob
+    may change; false: never."""
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference, in nats, between engine and trainer logprobs that a weight update may show; default: 2e-3 in
     float32, 5e-2 in half precision."""
@@ -217,7 +224,9 @@ class VLLMBackend(Settings):
             "device": probe_device(),
             "dtype": self.concrete_dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "enable_prefix_caching": self.enable_prefix_caching,
+            # What a default decides changes no bit.
+            "enable_prefix_caching": bool(self.enable_prefix_caching),
+            **({"block_size": CPU_BLOCK_SIZE} if self.enable_prefix_caching and probe_device() == "cpu" else {}),
             **({} if self.fixed_threads is None else {"num_threads": self.fixed_threads}),
             **numerics_identity(),
         }

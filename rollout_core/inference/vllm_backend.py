@@ -3,9 +3,9 @@
 The engine is a child process of this one and dies with it. Requests are fed as room appears, so the engine never runs
 dry, and token ids are decoded in batches as completions finish rather than token by token.
 
-Bitwise repeatability: on a CPU in float32, eager, without prefix caching and with a seed per request, a request's
-tokens and logprobs do not depend on its batch. On a GPU that takes vLLM's batch-invariant mode
-(``VLLM_BATCH_INVARIANT=1``).
+Bitwise repeatability: on a CPU in float32, eager, with a seed per request, and with prefix caching only where a hit
+changes no bit, a request's tokens and logprobs do not depend on its batch. On a GPU that takes vLLM's batch-invariant
+mode (``VLLM_BATCH_INVARIANT=1``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import in_environment
 from rollout_core.base.settings import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
+from rollout_core.config.inference import CPU_BLOCK_SIZE
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
@@ -97,6 +98,9 @@ class VLLMEngine(GathersStream):
             # support: the engine dies. Any prompt that arrives among many may be chunked.
             options["enable_chunked_prefill"] = False
         try:
+            self._caches_prefixes = self._decides_to_cache(model)
+            if self._caches_prefixes and self._device == "cpu":
+                options["block_size"] = CPU_BLOCK_SIZE
             with _threads(config.fixed_threads):
                 llm = start_vllm(
                     model.folder,
@@ -104,7 +108,7 @@ class VLLMEngine(GathersStream):
                     max_model_len=config.max_model_len,
                     max_num_seqs=config.max_num_seqs,
                     tensor_parallel_size=config.tensor_parallel_size,
-                    enable_prefix_caching=config.enable_prefix_caching,
+                    enable_prefix_caching=self._caches_prefixes,
                     enforce_eager=self._device == "cpu",
                     # The behaviour policy's own distribution (after temperature): what a learner compares with.
                     logprobs_mode="processed_logprobs",
@@ -123,6 +127,21 @@ class VLLMEngine(GathersStream):
         if is_portable_here():
             _refuse_long_contexts(llm)
         return llm
+
+    def _decides_to_cache(self, model: ModelRef) -> bool:
+        """Whether keys and values of prompts' beginnings are shared.
+
+        Completions of a prompt that start together share them as well: vLLM notes a block when it is to be computed,
+        and a layer's keys are all there before it attends.
+        """
+        config = self._config
+        if config.enable_prefix_caching is not None:
+            return config.enable_prefix_caching
+        if self._device != "cpu" or self._dtype != "float32":
+            return False
+        from rollout_core.inference.vllm_attention import hits_change_no_bit
+
+        return hits_change_no_bit(model.folder, config.max_model_len, config.fixed_threads)
 
     def _try_out(self) -> None:
         # Some models load, and end the engine at their first token (a head size that no CPU kernel knows, say).
@@ -264,7 +283,7 @@ class VLLMEngine(GathersStream):
                 # Last, for loading takes memory of its own.
                 self._llm.wake_up(tags=["kv_cache"])
                 self._is_asleep = False
-            if self._config.enable_prefix_caching:
+            if self._caches_prefixes:
                 self._llm.reset_prefix_cache()
         self._tokenizer = load_tokenizer(model.folder)
         self._model = model
