@@ -4,9 +4,10 @@ one trains; and training states, of which not each is stored.
 Which weights draw the samples of which iteration follows from the settings alone, never from what was faster, so a run
 that is killed and tried again asks for the same samples and comes to the same bytes.
 
-A state that is not stored is held in temporary files of this machine until the iteration that goes on from it has
-ended, and a model that is not stored is in its cache. Where one is needed and gone, as after a kill, the iterations
-since the last state that is there are computed again, from the same samples, and must come to what they came to before.
+A state is held in temporary files of this machine until the iteration that goes on from it has read it, which so is
+spared fetching it; one that is not stored until that iteration has ended. A model that is not stored is in its cache.
+Where one is needed and gone, as after a kill, the iterations since the last state that is there are computed again,
+from the same samples, and must come to what they came to before.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class TrainingStates:
         """By the states that they left."""
         self._last: ContentId | None = None
         self._held: HeldStates | None = None
-        """None where all are stored."""
+        """None in a rehearsal."""
         self.best: ContentId | None = None
         """A model that stays, as it was evaluated as the best one so far."""
         self._spared: set[ContentId] = set()
@@ -160,7 +161,7 @@ class TrainingStates:
         self._scratch = ExitStack()
 
     def __enter__(self) -> TrainingStates:
-        if self._settings.state_every > 1 and current_rehearsal() is None:
+        if current_rehearsal() is None:
             self._held = HeldStates(self._scratch.enter_context(scratch_folder("states")))
         return self
 

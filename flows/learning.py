@@ -35,7 +35,7 @@ from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.evidence import PolicyRewards, reward_hacking
 from rollout_core.rewards.source_ids import source_id
 from tasks.connections import objects, working_folder
-from tasks.generate import batch_inference, enqueue_prompts
+from tasks.generate import batch_inference, enqueue_prompts, load_ahead
 from tasks.imports import (
     import_held_out,
     import_model,
@@ -258,6 +258,8 @@ def policy_iterations(
             states.best = watch.best
             checkpoint = states.update(number, update, *inputs, settings, **options, **taught)
             check_guards(settings, checkpoint, label)
+            if not settings.async_depth and not is_stand_in(checkpoint.model):
+                load_ahead(checkpoint.model)
             ahead.learned(number, checkpoint.model)
             kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
             if settings.stores_state(number):

@@ -14,6 +14,7 @@ from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import Sample, decode_samples, encode_samples, ends_of, make_samples
+from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work, assist
 from rollout_core.inference.engines import EngineOf
@@ -146,6 +147,13 @@ def batch_inference(
     }
     artifacts.table("inference", [{"figure": key, "value": value} for key, value in rows.items()], f"Inference {label}")
     return completions
+
+
+def load_ahead(model: ContentId) -> None:
+    """Have this process's engine, where there is an idle one, take the weights of a model that will draw the next
+    samples, while these are made ready."""
+    objects, cache = connections.objects(), connections.cache_folder()
+    engines.load_ahead(lambda: ModelRef(model, local_model(objects, model, cache)))
 
 
 def generator_id(backend: BackendConfig) -> str:

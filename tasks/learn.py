@@ -72,7 +72,7 @@ class StatesHere:
     compute. Elsewhere nothing is known of it, and each state is stored."""
 
     held: HeldStates | None
-    """Where it goes if it is not stored."""
+    """Where it goes if it is not stored, and stays in any case until the next update has read it."""
     stores: bool
     expected: Checkpoint | None = None
     """What an earlier run named as the outcome, and has no state of any more."""

@@ -1,5 +1,5 @@
 """Where an update reads and writes, what identifies it, and who hears of its progress; and training states that are
-held on this machine instead of being stored.
+held on this machine: instead of being stored, or beside that until the next update has read them.
 
 What a state's id names is the same either way, so results and whatever follows from them do not tell which it was. The
 object store has a note that it knows of the state and does not have it; who needs it when its holder is gone has it
@@ -27,6 +27,18 @@ from rollout_core.objects.unstored import local_model, put_stored_model
 log = logging.getLogger(__name__)
 
 STATE, ABOUT = "state", "about.json"
+STORED = "stored"
+"""Name of an empty file beside a held state that the object store has, too."""
+Seen = tuple[tuple[str, int, int, int], ...]
+"""Files of a folder as they are: path, inode, bytes and time of the last write. Links to them change none of it."""
+_known_whole: set[tuple[ContentId, Seen]] = set()
+"""States whose files this process has read and found to be what their ids stand for, as the files were then."""
+
+
+def seen(folder: Path) -> Seen:
+    """What tells without reading a folder's files whether somebody wrote to them."""
+    stats = ((path, real.stat()) for path, real in files_of(folder).items())
+    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class UpdateContext:
     """What the run began with; trackers name it."""
     num_threads: int | None = None
     held: HeldStates | None = None
-    """Where training states are that are not stored."""
+    """Where training states are that are not stored, and the last one in any case."""
     stores_state: bool = True
     """False: the state at the end is held there, and there are none on the way but where the update is stopped."""
     is_stopping: Callable[[], bool] = field(default=lambda: False)
@@ -100,15 +112,25 @@ class HeldStates:
         ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id
         and what its folder holds, which is at `place` now.
         """
+        before = seen(written)
         found = identify(files_of(written))
-        state_id = found.id
+        self._take(written, found.id, before, **about)
+        SnapshotStore(objects).name_only(found.id, **{name: about[name] for name in ("run_id", "step", "algorithm")})
+        return found
+
+    def lend(self, written: Path, state_id: ContentId, before: Seen, **about: Any) -> None:
+        """Take over a state that was stored from ``written``, which was so `seen` ``before``: who needs it next is
+        spared fetching it."""
+        self._take(written, state_id, before, **about)
+        (self.folder / state_id / STORED).touch()
+
+    def _take(self, written: Path, state_id: ContentId, before: Seen, **about: Any) -> None:
         folder = self.folder / state_id
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / ABOUT).write_bytes(canonical_json(about))
         written.rename(self.place(state_id))
-        SnapshotStore(objects).name_only(state_id, **{name: about[name] for name in ("run_id", "step", "algorithm")})
-        return found
+        _known_whole.add((state_id, before))
 
     def place(self, state_id: ContentId) -> Path:
         """Its folder, where it is held."""
@@ -119,15 +141,25 @@ class HeldStates:
         return self.place(state_id).is_dir()
 
     def find(self, state_id: ContentId) -> Path | None:
-        """Its folder, if it is held and has the bytes that its id stands for."""
+        """Its folder, if it is held and has the bytes that its id stands for. They are read once a process, and again
+        after a change."""
         if not self.has(state_id):
             return None
         state = self.place(state_id)
+        now = seen(state)
+        if (state_id, now) in _known_whole:
+            return state
         found = identify(files_of(state)).id
         if found != state_id:
             log.warning("the training state held as %s has the hash %s; it is not used", state_id.short, found.short)
             return None
+        _known_whole.add((state_id, now))
         return state
+
+    def drop_stored(self) -> None:
+        """Remove those that the object store has, to make room for the next one."""
+        for mark in self.folder.glob(f"*/{STORED}"):
+            shutil.rmtree(mark.parent, ignore_errors=True)
 
     def keep_only(self, state_ids: Collection[ContentId]) -> None:
         """Remove all others."""

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.context import UpdateContext, seen
 from rollout_core.algorithms.parallel import all_ranks_equal, broadcast_from_rank0, broadcast_text_from_rank0, is_first
 from rollout_core.algorithms.state import (
     METRICS_FILE,
@@ -306,11 +306,15 @@ class Resumption:
 
     def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state and its model, stored."""
+        before = seen(folder)
         # Labelled, or a later update of the same run would prune what its own training resumes from.
         snapshot = self._file(copied, folder, label=FINISHED)
         manifest = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
         model = put_stored_model(self._context.objects, manifest)
-        return snapshot.id, self._keep_here(model, manifest, folder / MODEL_FOLDER)
+        self._keep_here(model, manifest, folder / MODEL_FOLDER)
+        if self._context.held is not None:
+            self._context.held.lend(folder, snapshot.id, before, **self._about(copied, FINISHED))
+        return snapshot.id, model
 
     def _hold(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state, held, and its model, which is stored unless it is to go with the states."""
@@ -345,7 +349,9 @@ class Resumption:
 
     @contextmanager
     def _written(self, copied: StateCopy) -> Iterator[Path]:
-        """A temporary folder holding a state."""
+        """A temporary folder holding a state. That which the update began with has been read, and makes room."""
+        if self._context.held is not None:
+            self._context.held.drop_stored()
         with scratch_folder("state") as scratch:
             write_state(copied, scratch / "state", tokenizer_from=self._tokenizer_from)
             yield scratch / "state"

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -149,6 +149,30 @@ class EnginePool:
                 log.warning("%s", error)
                 self._drop()
 
+    def load_ahead(self, find: Callable[[], ModelRef]) -> None:
+        """Have the engine take the weights of the model that ``find`` gives, if nobody uses it and they fit it.
+
+        Who asks for the engine meanwhile waits. One that fails in this is dropped, and started anew when it is used
+        next, which then tells the reason.
+        """
+        with self._changed:
+            if not self._is_unused() or self._resident is None or self._resident.suspect:
+                return
+            self._is_preparing, resident = True, self._resident
+        with self._preparation():
+            try:
+                model = find()
+                fits = resident.suits(resident.config, _architecture(model, resident.config))
+            except Exception as error:  # noqa: BLE001 - such as a model that is gone: who draws from it says so
+                log.info("weights are not loaded ahead: %s", error)
+                return
+            try:
+                if fits:
+                    resident.backend.update_weights(model)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the engine is in doubt
+                log.warning("the engine is started anew, as it did not take the next weights: %s", error)
+                self._drop()
+
     def _close_at_exit(self) -> None:
         """Have this process stop its engine when it ends by itself: vLLM's own end leaves the engine's files behind."""
         if not self._closes_at_exit:
@@ -231,6 +255,11 @@ def engine(config: BackendConfig, model: ModelRef, say: Callable[[str], None] = 
 def rest_engine() -> None:
     """Have this process's engine give its memory back, as `EnginePool.rest` does."""
     _pool.rest()
+
+
+def load_ahead(find: Callable[[], ModelRef]) -> Future[None]:
+    """`EnginePool.load_ahead` of this process's engine, in a thread of its own."""
+    return in_thread(lambda: _pool.load_ahead(find))
 
 
 def close_engine() -> None:

@@ -34,7 +34,13 @@ from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
 from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files
 from rollout_core.models.facts import known_ids
-from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
+from rollout_core.models.pretrained import (
+    load_causal_lm,
+    load_identified_tokenizer,
+    load_tokenizer,
+    start_vllm,
+    tokenizer_id,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -56,7 +62,7 @@ class VLLMEngine(GathersStream):
         self._config = config
         self._device = probe_device()
         self._dtype = config.concrete_dtype
-        self._tokenizer = load_tokenizer(model.folder)
+        self._tokenizer, self._tokenizer_id = load_identified_tokenizer(model.folder)
         self._known_ids = known_ids(model.folder, self._tokenizer)
         self._model = model
         with ExitStack() as stack:
@@ -285,7 +291,8 @@ class VLLMEngine(GathersStream):
                 self._is_asleep = False
             if self._caches_prefixes:
                 self._llm.reset_prefix_cache()
-        self._tokenizer = load_tokenizer(model.folder)
+        if (named := tokenizer_id(model.folder)) != self._tokenizer_id:
+            self._tokenizer, self._tokenizer_id = load_tokenizer(model.folder), named
         self._model = model
         self._check_parity()
         self._suspect = False

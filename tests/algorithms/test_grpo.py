@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollout_core.algorithms import on_policy_updates
-from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.context import HeldStates, UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
 from rollout_core.algorithms.on_policy import GRPO, PPO, RewardParts, assign_credit, compare_groups, scaled_advantages
 from rollout_core.algorithms.policy import Policy, ValueModel
@@ -31,6 +31,7 @@ from rollout_core.data.samples import Completion, Sample, encode_completion, enc
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Scores
+from rollout_core.objects.snapshots import SnapshotStore
 
 CPU = torch.device("cpu")
 GROUP = 3
@@ -449,6 +450,31 @@ def test_spikes_are_told_by_the_gradients_of_iterations_before(tiny_model, tmp_p
             at, state = done.model, done.train_state
         outcomes[factor] = done.summary["skipped"]
     assert outcomes == {3.0: 1.0, 1e6: 0.0}
+
+
+def test_an_update_goes_on_from_the_state_that_the_one_before_has_lent_to_the_same_bytes(
+    tiny_model, tmp_path, monkeypatch
+):
+    """A stored one, which is not fetched then; as it is where nothing is held."""
+    items = trajectories(load_causal_lm(tiny_model))
+    outcomes, restored, restore = [], [], SnapshotStore.restore
+    monkeypatch.setattr(SnapshotStore, "restore", lambda *given: (restored.append(given[1]), restore(*given))[1])
+    for held in (None, HeldStates(tmp_path / "held")):
+        place = update_context(tmp_path / str(held is None))
+        first = model = place.objects.put_tree(tiny_model)
+        scores, samples = file_scores(place.objects, items)
+        state = None
+        restored.clear()
+        for number in range(3):
+            context = replace(place, key=hash_bytes(b"%d" % number), held=held)
+            done = on_policy_updates.grpo_update(model, state, first, scores, samples, grpo_settings(), context)
+            model, state = done.model, done.train_state
+            assert SnapshotStore(place.objects).is_present(state)
+            if held is not None:
+                assert [folder.name for folder in held.folder.iterdir()] == [state], "the last one alone"
+        assert len(restored) == (2 if held is None else 0)
+        outcomes.append(done.cache_identity())
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])

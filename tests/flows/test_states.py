@@ -4,6 +4,7 @@ wherever it was, ends in the bytes of one that stores all."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -21,7 +22,7 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 from flows.flow_run import TRIES_FOR_AN_OBJECT, _repeat
 from flows.iterations import SamplesAhead, TrainingStates
 from flows.summary import RunSummary
-from rollout_core.algorithms.context import HeldStates, UpdateContext
+from rollout_core.algorithms.context import HeldStates, UpdateContext, seen
 from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound, OtherOutcome
 from rollout_core.base.ids import ContentId, content_id, hash_bytes, is_content_id
 from rollout_core.config import GRPOSettings, TrainGRPOConfig, identity, parse_config
@@ -101,6 +102,33 @@ def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_withou
     with pytest.raises(MissingObject), UpdateContext(store, tmp_path, other, "run", 1, held=held).state(other):
         pass
     assert not snapshots.counts(other), "the stage that made it runs again"
+
+
+def test_a_stored_state_is_lent_to_the_next_update_and_read_no_second_time(tmp_path: Path, monkeypatch):
+    store, held = new_store(), HeldStates(tmp_path / "held")
+    written = write_state(tmp_path / "one", "a")
+    before = seen(written)
+    state_id = SnapshotStore(store).save(written, **ABOUT).id
+    os.link(written / "model" / "model.safetensors", tmp_path / "link")  # as a cache has it, read-only
+    (tmp_path / "link").chmod(0o444)
+    held.lend(written, state_id, before, **ABOUT)
+    context = UpdateContext(store, tmp_path / "cache", hash_bytes(b"key"), "run", 1, held=held)
+    with monkeypatch.context() as patch:
+        patch.setattr("rollout_core.algorithms.context.identify", None)  # nothing is hashed
+        patch.setattr(SnapshotStore, "restore", None)  # nor fetched
+        with context.state(state_id) as folder:
+            assert folder == held.place(state_id) and json.loads((folder / "state.json").read_text()) == "a"
+    (held.place(state_id) / "state.json").write_text('"b"')
+    assert held.find(state_id) is None, "somebody wrote to it"
+    with context.state(state_id) as folder:
+        assert json.loads((folder / "state.json").read_text()) == "a", "fetched"
+
+    other, *_ = held.hold(write_state(tmp_path / "two", "c"), store, **ABOUT)
+    held.drop_stored()
+    assert not held.has(state_id) and held.find(other) is not None
+    elsewhere = HeldStates(tmp_path / "held")  # as in a process of its own, that has not read it yet
+    monkeypatch.setattr("rollout_core.algorithms.context._known_whole", set())
+    assert elsewhere.find(other) == held.place(other)
 
 
 def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Path):
