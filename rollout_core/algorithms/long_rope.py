@@ -60,15 +60,11 @@ class LongRoPE:
         cos, sin = (torch.where(is_long, *pair) for pair in zip(of_long, of_short, strict=True))
         return cos, sin
 
-
-@contextmanager
-def choosing(rope: LongRoPE | None, is_long: Tensor | None) -> Iterator[None]:
-    """Inside the block calls of the model are of tokens of which ``is_long`` have the long factors."""
-    if rope is None:
-        yield
-        return
-    rope.is_long = is_long
-    try:
-        yield
-    finally:
-        rope.is_long = None
+    @contextmanager
+    def choosing(self, is_long: Tensor | None) -> Iterator[None]:
+        """Inside the block calls of the model are of tokens of which ``is_long`` have the long factors."""
+        self.is_long = is_long
+        try:
+            yield
+        finally:
+            self.is_long = None

@@ -8,6 +8,7 @@ part, two thirds of a layer's products, works token by token: for the others it 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.attention import PACKED_ATTENTION, try_packed
-from rollout_core.algorithms.long_rope import LongRoPE, choosing
+from rollout_core.algorithms.long_rope import LongRoPE
 from rollout_core.algorithms.masters import lay_out
 from rollout_core.algorithms.output_layer import (
     StudentDivergence,
@@ -112,7 +113,7 @@ class PackedModel(nn.Module):
             layout = Layout(tuple((length, ()) for length in lengths))
             is_long = is_long.repeat_interleave(torch.tensor(lengths, device=read.device))[None]
         options = {"read_tokens": read_tokens(len(input_ids), read)} if self._reads_alone else {}
-        with choosing(self._long_rope, is_long):
+        with self._factors(is_long):
             found = trunk(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, layout=layout, **options
             )
@@ -124,8 +125,11 @@ class PackedModel(nn.Module):
         longest = max(len(row) for row in rows)
         index = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=batch.input_ids.device)
         # Padding at the right is invisible to causal attention, and its outputs are never looked at.
-        with choosing(self._long_rope, None if is_long is None else is_long[:, None]):
+        with self._factors(None if is_long is None else is_long[:, None]):
             return trunk(input_ids=batch.input_ids[index], use_cache=False).last_hidden_state
+
+    def _factors(self, is_long: Tensor | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._long_rope is None else self._long_rope.choosing(is_long)
 
 
 class ValueModel(PackedModel):
