@@ -68,15 +68,14 @@ class Side:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
-def make_inputs(folder: Path, size: Size, given: Path | None) -> None:
-    """Different prompts, and a model that seldom ends its completions, or the one ``given``."""
+def make_inputs(folder: Path, num_prompts: int, given: Path | None = None, **model: int) -> None:
+    """``num_prompts`` different prompts, and a model that seldom ends its completions, or the one ``given``."""
     import random
 
     from examples.make_tiny import SEED, make_model, make_problems
 
-    num_prompts = size.num_prompts
     if given is None:
-        make_model(folder / "model", **size.model)
+        make_model(folder / "model", **model)
     else:
         shutil.copytree(given, folder / "model")
     problems = make_problems(num_prompts, random.Random(SEED))
@@ -246,7 +245,7 @@ def main() -> None:
     size = replace(size, num_prompts=arguments.prompts or size.num_prompts, rounds=arguments.rounds or size.rounds)
     model, rows = (path and path.resolve() for path in (arguments.model, arguments.json))
     with own_place() as folder, own_server(folder):
-        make_inputs(folder, size, model)
+        make_inputs(folder, size.num_prompts, model, **size.model)
         from rollout_core.inference.engines import close_engine
 
         try:
