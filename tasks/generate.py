@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import run_async
@@ -152,8 +153,12 @@ def batch_inference(
 def load_ahead(model: ContentId) -> None:
     """Have this process's engine, where there is an idle one, take the weights of a model that will draw the next
     samples, while these are made ready."""
-    objects, cache = connections.objects(), connections.cache_folder()
-    engines.load_ahead(lambda: ModelRef(model, local_model(objects, model, cache)))
+    try:
+        # Not in the thread: the stage that makes the samples would read and hash the weights at the same time.
+        folder = local_model(connections.objects(), model, connections.cache_folder())
+    except (NotFound, CorruptObject, Recoverable):  # the stage that needs it says so
+        return
+    engines.load_ahead(ModelRef(model, folder))
 
 
 def generator_id(backend: BackendConfig) -> str:

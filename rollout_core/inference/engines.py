@@ -149,8 +149,8 @@ class EnginePool:
                 log.warning("%s", error)
                 self._drop()
 
-    def load_ahead(self, find: Callable[[], ModelRef]) -> None:
-        """Have the engine take the weights of the model that ``find`` gives, if nobody uses it and they fit it.
+    def load_ahead(self, model: ModelRef) -> None:
+        """Have the engine take the weights of ``model``, if nobody uses it and they fit it.
 
         Who asks for the engine meanwhile waits. One that fails in this is dropped, and started anew when it is used
         next, which then tells the reason.
@@ -161,13 +161,7 @@ class EnginePool:
             self._is_preparing, resident = True, self._resident
         with self._preparation():
             try:
-                model = find()
-                fits = resident.suits(resident.config, _architecture(model, resident.config))
-            except Exception as error:  # noqa: BLE001 - such as a model that is gone: who draws from it says so
-                log.info("weights are not loaded ahead: %s", error)
-                return
-            try:
-                if fits:
+                if resident.suits(resident.config, _architecture(model, resident.config)):
                     resident.backend.update_weights(model)
             except Exception as error:  # noqa: BLE001 - whatever it was, the engine is in doubt
                 log.warning("the engine is started anew, as it did not take the next weights: %s", error)
@@ -257,9 +251,9 @@ def rest_engine() -> None:
     _pool.rest()
 
 
-def load_ahead(find: Callable[[], ModelRef]) -> Future[None]:
+def load_ahead(model: ModelRef) -> Future[None]:
     """`EnginePool.load_ahead` of this process's engine, in a thread of its own."""
-    return in_thread(lambda: _pool.load_ahead(find))
+    return in_thread(lambda: _pool.load_ahead(model))
 
 
 def close_engine() -> None:

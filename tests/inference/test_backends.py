@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarpe
 
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward
 from rollout_core.algorithms.policy import Policy
-from rollout_core.base.errors import ConfigError, NotFound, Recoverable
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
@@ -453,26 +453,28 @@ def test_an_engine_rests_where_nobody_uses_it_and_is_woken_by_its_next_use(tiny,
 
 def test_an_idle_engine_takes_the_next_weights_ahead(tiny, other_tiny, monkeypatch):
     monkeypatch.setattr(engines, "build_backend", Resting)
-    engines.load_ahead(lambda: tiny).result()  # there is no engine, and none is started
+    engines.load_ahead(tiny).result()  # there is no engine, and none is started
     with engine(SCRIPTED, tiny) as first:
         assert isinstance(first, Resting)
-        engines.load_ahead(lambda: other_tiny).result()
+        engines.load_ahead(other_tiny).result()
         assert first.model_id == tiny.content_id, "it was in use"
-    engines.load_ahead(lambda: other_tiny).result()
+    engines.load_ahead(other_tiny).result()
     assert first.model_id == other_tiny.content_id
 
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, take = threading.Event(), threading.Event(), first.update_weights
 
-    def slow():
+    def slow(model):
         begun.set()
         assert go_on.wait(LONG)
-        return tiny
+        take(model)
+
+    monkeypatch.setattr(first, "update_weights", slow)
 
     def use():
         with engine(SCRIPTED, tiny) as found:
             return found.model_id
 
-    loading = engines.load_ahead(slow)
+    loading = engines.load_ahead(tiny)
     assert begun.wait(LONG)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(use)
@@ -481,24 +483,20 @@ def test_an_idle_engine_takes_the_next_weights_ahead(tiny, other_tiny, monkeypat
         assert waits.result(timeout=LONG) == tiny.content_id and loading.result() is None
 
 
-@pytest.mark.parametrize("fault", ["it is gone", "it is another architecture", "the engine fails"])
+@pytest.mark.parametrize("fault", ["it is another architecture", "the engine fails"])
 def test_weights_that_cannot_be_taken_ahead_hinder_nobody(tiny, other_tiny, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(engines, "build_backend", Resting)
     with engine(SCRIPTED, tiny) as first:
         assert isinstance(first, Resting)
-
-    def find():
-        if fault == "it is gone":
-            raise NotFound("no such model")
-        if fault == "the engine fails":
-            monkeypatch.setattr(first, "update_weights", lambda model: 1 / 0)
-            return other_tiny
+    model = other_tiny
+    if fault == "the engine fails":
+        monkeypatch.setattr(first, "update_weights", lambda model: 1 / 0)
+    else:
         shutil.copytree(tiny.folder, tmp_path / "other")
         config = tmp_path / "other" / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
-        return replace(tiny, content_id=other_tiny.content_id, folder=tmp_path / "other")
-
-    engines.load_ahead(find).result()
+        model = replace(other_tiny, folder=tmp_path / "other")
+    engines.load_ahead(model).result()
     assert first.model_id == tiny.content_id
     with engine(SCRIPTED, other_tiny) as again:
         assert again.model_id == other_tiny.content_id
