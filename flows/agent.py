@@ -41,7 +41,7 @@ from tasks.connections import current_connections, objects, open_store, working_
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration
-from tasks.promotion import Promotion, in_base_precision, latest_model, promote
+from tasks.promotion import Promotion, in_base_precision, latest_model, precision_of, promote
 from tasks.rehearsing import planned, stages_end
 from tasks.stage import retry
 
@@ -122,7 +122,12 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
     }
     traces = "" if before is None or after is None else _traces_section(before, after)
-    folder = _report(config, final, iterations, held_out_rewards, promotion, traces, journal)
+    precision = {
+        moment: retry(lambda of=rollouts.model: precision_of(objects(), of, config.backend))
+        for moment, rollouts in (("before", before), ("after", after))
+        if rollouts
+    }
+    folder = _report(config, final, iterations, held_out_rewards, precision, promotion, traces, journal)
     return TrainedAgent(
         model=final,
         train_state=last.train_state,
@@ -202,6 +207,7 @@ def _report(
     model: ContentId,
     iterations: Sequence[AgentIteration],
     held_out: dict[str, float],
+    precision: Mapping[str, str | None],
     promotion: Promotion | None,
     traces: str,
     journal: Journal,
@@ -232,7 +238,10 @@ def _report(
     figures = "".join(
         f'<div class="figure"><b>{value:.3f}</b><span>{html.escape(what)}</span></div>'
         for what, value in [
-            *((f"held-out reward {moment}", value) for moment, value in held_out.items()),
+            *(
+                (", ".join(filter(None, (f"held-out reward {moment}", precision.get(moment)))), value)
+                for moment, value in held_out.items()
+            ),
             ("mean training reward", statistics.fmean(curves[0].values)),
         ]
     )

@@ -129,7 +129,7 @@ class _Keeper:
                 asked = asyncio.run_coroutine_threadsafe(self._renew(self._lease), self._loop)
                 try:
                     asked.result(AWAY_SECONDS)
-                except (RolloutError, TimeoutError) as error:
+                except Exception as error:  # noqa: BLE001 - as in `_keep`: the stage has begun
                     self._note_away(error)
         if self._is_lost:
             raise Stopped(f"what stage {self._stage} made is not written: its lease is another's")

@@ -94,19 +94,35 @@ def test_what_has_nothing_to_be_rounded_to_stays_as_it_is(
     untold = objects.put_tree(with_config())
     quantized = objects.put_tree(with_config(dtype="bfloat16", quantization_config={"quant_method": "fp8"}))
     assert [stored_dtype(objects, one) for one in (plain, half, untold, quantized)] == [
-        "float32", "bfloat16", None, None,
+        "float32", "bfloat16", "float32", None,
     ]  # fmt: skip
     for base in (plain, untold, quantized):
         assert in_precision_of(plain, base, objects, cache) == plain
     assert in_precision_of(half, half, objects, cache) == half
-    assert in_precision_of(untold, half, objects, cache) == untold
-    assert in_precision_of(plain, half, objects, cache) == half
+    assert in_precision_of(plain, half, objects, cache) == in_precision_of(untold, half, objects, cache) == half
+    # Where only the small files are left, config.json has to do.
+    [weights] = [file.content_id for file in objects.manifest(half).files if file.path.endswith(".safetensors")]
+    kept = objects.get_bytes(weights)
+    objects.delete(weights)
+    assert stored_dtype(objects, half) == "bfloat16"
+    objects.put_bytes(kept)
+
+    # What config.json names is not what the weights have: computed in bfloat16, trained in float32.
+    masters = objects.put_tree(with_config(dtype="bfloat16"))
+    assert stored_dtype(objects, masters) == "float32"
+    assert in_precision_of(masters, half, objects, cache) == half
+    nested = objects.put_tree(with_config(text_config={"dtype": "float32"}))
+    rounded = objects.manifest(in_precision_of(nested, half, objects, cache))
+    [config] = [objects.get_json(file.content_id) for file in rounded.files if file.path == "config.json"]
+    assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
 
     folder = with_config(dtype="float32")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][0] = 1e6
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    large, base = objects.put_tree(folder), objects.put_tree(with_config(dtype="float16"))
+    large = objects.put_tree(folder)
+    cast_model(tiny_model, tmp_path / "of float16", "float16")
+    base = objects.put_tree(tmp_path / "of float16")
     with caplog.at_level(logging.WARNING):
         assert in_precision_of(large, base, objects, cache) == large
     assert "stays in float32: float16 cannot hold 1e+06, which tensor model.norm.weight has" in caplog.text

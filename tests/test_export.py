@@ -108,7 +108,7 @@ def test_a_trained_model_is_exported_in_the_precision_of_its_base(
         assert found.dtype == getattr(torch, expected)
     assert rollout("export", trained, str(tmp_path / "own")).exit_code == 0
     assert weights_of(tmp_path / "own") == weights_of(half_model) != weights_of(tmp_path / "stored")
-    assert "| weights | bfloat16 here, in another dtype" in (tmp_path / "own" / "README.md").read_text()
+    assert "| weights | bfloat16 in this folder, another dtype" in (tmp_path / "own" / "README.md").read_text()
 
     rounded = in_precision_of(trained, base, objects, tmp_path / "cache")
     assert rounded == base  # the same model was put from the folder of that dtype
@@ -125,6 +125,14 @@ def test_an_exported_model_names_the_token_by_which_its_template_ends_a_turn(
     assert end != tokenizer.eos_token_id
     export_model(objects, objects.put_tree(chat_base), tmp_path / "chat")
     assert GenerationConfig.from_pretrained(tmp_path / "chat").eos_token_id == sorted([tokenizer.eos_token_id, end])
+    changed = tmp_path / "gpt2"
+    shutil.copytree(chat_base, changed)
+    config = json.loads((changed / "config.json").read_text())
+    for architecture, ends in (("GPT2LMHeadModel", 2), ("Qwen2ForSequenceClassification", 1)):
+        (changed / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        export_model(objects, objects.put_tree(changed), tmp_path / architecture)
+        said = json.loads((tmp_path / architecture / "generation_config.json").read_text())["eos_token_id"]
+        assert (len(said) if isinstance(said, list) else 1) == ends
     export_model(objects, objects.put_tree(tiny_model), tmp_path / "plain")
     for name in ("generation_config.json", "model.safetensors"):
         assert (tmp_path / "plain" / name).read_bytes() == (tiny_model / name).read_bytes()

@@ -205,10 +205,19 @@ def test_of_the_inputs_of_the_living_data_stays_and_weights_that_can_be_made_aga
     assert verify_store(objects).damage == []
 
 
-def test_of_the_promoted_models_the_newest_stay_and_the_history_is_whole(objects: ObjectStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_of_the_promoted_models_the_newest_stay_and_the_history_is_whole(
+    objects: ObjectStore, tmp_path: Path, rounds: bool
+) -> None:
+    """Also where what is promoted is not the model of a training state, but what was made of it in its base's dtype."""
     nights = [Night(objects, tmp_path, f"night{number}", iterations=1, name=f"n{number}") for number in range(4)]
     for number, night in enumerate(nights):
-        promote(objects, night.models[0], None, number)
+        promoted = night.models[0]
+        if rounds:
+            promoted = objects.put_tree(write(tmp_path / f"rounded{number}", {"weights": weights(f"rounded {number}")}))
+            inputs = {"model": night.models[0], "base": night.base}
+            filed(objects, "round_weights", inputs, {"model": promoted}, promoted)
+        promote(objects, promoted, None, number)
     grow_old(objects, 20)
     rules = NOW.model_copy(update={"keep_promoted": 2, "keep_states": 0, "state_days": 0.0})
     done = clean(objects, rules)

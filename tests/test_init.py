@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 import tomllib
@@ -98,6 +99,37 @@ def test_columns_under_other_names_are_named_in_the_configuration(tmp_path: Path
         assert document["input"]["columns"] == {"prompt": "Question"}
     Path("qa.csv").unlink()
     assert "note: notes.jsonl has body, title; rows need prompt" in rollout("init", kind, "--force")
+
+
+@pytest.mark.parametrize("kind", ["rm", "dpo"])
+def test_pairs_whose_prompt_has_another_name_are_not_trained_without_it(tmp_path: Path, monkeypatch, kind: str):
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text('{"question": "2 + 2 =", "chosen": " 4", "rejected": " 5"}\n')
+    assert "note: pairs.jsonl: question as prompt" in rollout("init", kind)
+    config = load_config(Path(f"{kind}.toml"), CONFIG_KINDS[f"train-{kind}"])
+    assert config.model_dump()["algorithm"]["dataset"]["columns"] == {"prompt": "question"}
+
+
+def test_what_cannot_be_looked_at_is_passed_by(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.jsonl")
+    os.mkfifo("pipe.json")
+    Path("deep.jsonl").write_text("[" * 200_000 + "\n")
+    Path("deep.json").write_text('[{"a": ' + "[" * 200_000)
+    Path("TRAIN.JSONL.GZ").write_bytes(gzip.compress(LINE))
+    assert [file.path for file in look_around(tmp_path).files] == ["TRAIN.JSONL.GZ"]
+
+
+def test_held_out_rows_are_found_by_other_names_of_their_columns_too(project: Path):
+    for name in ("data/held-out.jsonl", "data/demos.jsonl", "data/labelled.jsonl"):
+        Path(name).unlink()
+    Path("data/eval.csv").write_text("Question,solution\n3 + 3 =,6\n")
+    written = rollout("init", "grpo")
+    assert "rows data/prompts.jsonl\n" in written
+    rollout("init", "nightly")
+    config = load_config(Path("nightly.toml"), NightlyConfig)
+    assert config.evaluation.prompts.model_dump()["path"] == "data/eval.csv"
+    assert config.evaluation.prompts.columns == {"prompt": "Question", "answer": "solution"}
 
 
 ROW = {"prompt": "2 + 2 =", "completion": " 4"}

@@ -506,3 +506,21 @@ def test_a_tokenizer_is_copied_byte_for_byte_and_alone(tiny_model, tmp_path):
     names = {path.name for path in (tmp_path / "target").iterdir()}
     assert names == {"tokenizer.json", "tokenizer_config.json"}
     assert all((tmp_path / "target" / name).read_bytes() == (tiny_model / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "size"),
+    [
+        ("llama", {"num_attention_heads": 4}, 16),
+        ("qwen3", {"num_attention_heads": 4, "head_dim": 32}, 32),
+        ("mamba", {}, None),
+        ("rwkv", {}, None),
+    ],
+)
+def test_the_size_of_attention_heads_is_told_where_there_are_any(kind: str, options: dict[str, int], size: int | None):
+    from transformers import AutoConfig
+
+    from rollout_core.models.facts import _size  # pyright: ignore[reportPrivateUsage]
+
+    config = AutoConfig.for_model(kind, hidden_size=64, num_hidden_layers=1, vocab_size=32, **options)
+    assert _size(config).head_size == size

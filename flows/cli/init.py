@@ -18,9 +18,7 @@ KIND_NAMES = "sft, rm, dpo, ipo, kto, ppo, grpo, batch, agent or nightly"
 ModelAddress = Annotated[
     str | None, typer.Option("--model", help="Folder, hub id or content id of the model, instead of the file's.")
 ]
-DataPath = Annotated[
-    str | None, typer.Option("--data", help="JSON lines or Parquet file of the rows, instead of the file's.")
-]
+DataPath = Annotated[str | None, typer.Option("--data", help="File of the rows, in any form, instead of the file's.")]
 RewardCallable = Annotated[
     str | None, typer.Option("--reward", help="path/to/file.py:function of the reward, instead of the file's.")
 ]
@@ -101,7 +99,10 @@ def tables_without_file(kind: str, model: str | None, data: str | None, reward: 
             f"{' and '.join(missing)}: required where there is no --config; `rollout init {kind}` writes a file"
         )
     here = Path.cwd()
-    of = choose(kind, Surroundings((), ()), _model(model, here), _rows(data, here)).ingredients
+    choice = choose(kind, Surroundings((), ()), _model(model, here), _rows(data, here))
+    of = choice.ingredients
+    for hint in choice.hints:
+        typer.echo(f"note: {hint}", err=True)
     if of.reward is not None and reward is None and "answer" not in of.rows.keys:
         raise ConfigError(
             f"--reward: required, as the rows of {data} have no answer to compare with; give path/to/file.py:function"

@@ -126,7 +126,7 @@ def first_document(file: DataFile) -> dict[str, Any] | None:
         _, _, document = next(_text_documents(file, Reading()), ("", 0, {}))
         try:
             found = json.loads(document) if isinstance(document, bytes) else document
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file.name}:1: no JSON: {one_line(error)}") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{file.name}:1: a row is a JSON object, got {type(found).__name__}")
@@ -310,8 +310,9 @@ def _text_documents(file: DataFile, reading: Reading) -> Iterator[PlacedDocument
 
 def ending(name: str) -> str:
     """Of a file's name, without that of its compression: it decides between forms that have no first bytes."""
+    name = name.lower()
     packed = next((suffix for suffix in COMPRESSED_SUFFIXES if name.endswith(suffix)), "")
-    return PurePosixPath(name.removesuffix(packed)).suffix.lower()
+    return PurePosixPath(name.removesuffix(packed)).suffix
 
 
 def _counted(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.processes import size_text
 from rollout_core.config.retention import Retention
 from rollout_core.inference.ledger import COMPLETION_SPAN, FAILURE_SPAN
+from rollout_core.models.precision import trained_as
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile, TreeManifest
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
 from rollout_core.objects.gc import GcReport, Scope, collect_garbage, named_ids
@@ -159,6 +160,7 @@ def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Cho
     results = _set_before(objects, RESULT_REFS, unused)
     progress = _set_before(objects, PROGRESS_REFS, unused)
     kept_models, entries = _promoted(objects, rules.keep_promoted)
+    in_states = kept_models | {trained_as(objects, model) for model in kept_models}
     given_up = {name.partition("/")[2] for name in objects.ref_names(LET_GO_REFS)}
     models = [model for model in sorted(set(entries.values())) if model not in given_up and objects.exists(model)]
     old = set(_set_before(objects, SNAPSHOT_REFS, before))
@@ -172,7 +174,7 @@ def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Cho
         and state.ref not in kept
         and state.id not in resumed
         and not state.is_kept_by_label
-        and (not kept_models or _model_of(objects, state) not in kept_models)
+        and (not kept_models or _model_of(objects, state) not in in_states)
     ]
     return _Choice(
         states=tuple(states_to_go),

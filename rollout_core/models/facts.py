@@ -196,11 +196,17 @@ def _size(config: Any) -> ModelSize:
     model = _blank(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    has_one = getattr(config, "kv_lora_rank", None) is None  # latent attention (DeepSeek) has others
     return ModelSize(
-        num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size, width if has_one else None
+        num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size, _head_size(config)
     )
+
+
+def _head_size(config: Any) -> int | None:
+    heads = getattr(config, "num_attention_heads", None)
+    has_keys = isinstance(getattr(config, "num_key_value_heads", heads), int)  # and is no state-space model
+    if not isinstance(heads, int) or heads < 1 or not has_keys or getattr(config, "kv_lora_rank", None) is not None:
+        return None  # latent attention (DeepSeek) has heads of several sizes
+    return getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def _architecture(folder: Path) -> str:

@@ -1,16 +1,18 @@
 """A trained model in the precision of the model that its training began with.
 
 Training keeps float32 weights, whatever it began with, and stages hand these on. A model that leaves, promoted or
-exported, has the dtype that its base's config.json names, in which transformers and vLLM load that base: half the size
-where that is bfloat16 or float16.
+exported, has the dtype of its base's weights: half the size where that is bfloat16 or float16. What a model has is read
+in its weights' files. A config.json may name another dtype, as of a model that was computed in it, or none.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import lineage_of
 from rollout_core.objects.trees import files_of
 from rollout_core.objects.unstored import local_model
 
@@ -28,20 +31,46 @@ ROUNDS = "round_weights"
 """Name of the stage that gives a trained model the dtype of the one that its training began with."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, by the names that config.json and torch have for them."""
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": None}
+"""By the names that safetensors files have for them."""
+_KEYS = ("dtype", "torch_dtype")
+_MOST_HEADER_BYTES = 1 << 27
 
 
 def stored_dtype(objects: ObjectStore, model: ContentId) -> str | None:
-    """The dtype that a stored model's config.json names, of `DTYPES`; None where it names none of them, or the weights
-    are quantized. Its weights need not be there."""
-    for file in objects.manifest(model).files:
-        if file.path == "config.json":
-            return _named_dtype(objects.get_json(file.content_id))
-    return None
+    """The dtype of a stored model's weights, of `DTYPES`: that of most numbers in their first file; where that is gone,
+    the one that its config.json names. None where it is none of them, or the weights are quantized."""
+    files = {file.path: file.content_id for file in objects.manifest(model).files}
+    config = objects.get_json(files["config.json"]) if "config.json" in files else {}
+    if config.get("quantization_config"):
+        return None
+    weights = next((content for path, content in sorted(files.items()) if path.endswith(".safetensors")), None)
+    if weights is not None and objects.exists(weights):
+        return _most_common(_header(objects, weights))
+    return next((named for named in map(config.get, _KEYS) if named in DTYPES), None)
 
 
-def _named_dtype(config: Mapping[str, Any]) -> str | None:
-    named = config.get("dtype", config.get("torch_dtype"))
-    return named if named in DTYPES and not config.get("quantization_config") else None
+def _header(objects: ObjectStore, weights: ContentId) -> Mapping[str, Any]:
+    """What a safetensors file says of its tensors, by their names. Raises ConfigError where it says nothing."""
+    read, size = b"", 8
+    for chunk in objects.stream(weights):
+        read += chunk
+        if len(read) >= 8:
+            size = 8 + int.from_bytes(read[:8], "little")
+        if len(read) >= size or size > _MOST_HEADER_BYTES:
+            break
+    try:
+        return json.loads(read[8:size])
+    except ValueError as error:
+        raise ConfigError(f"{weights.short} is no safetensors file: its header cannot be read") from error
+
+
+def _most_common(header: Mapping[str, Any]) -> str | None:
+    counts: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name != "__metadata__" and tensor["dtype"] in _FLOATS:
+            counts[tensor["dtype"]] += math.prod(tensor["shape"])
+    return _FLOATS[counts.most_common(1)[0][0]] if counts else None
 
 
 def in_precision_of(model: ContentId, base: ContentId, objects: ObjectStore, cache: Path) -> ContentId:
@@ -62,6 +91,12 @@ def in_precision_of(model: ContentId, base: ContentId, objects: ObjectStore, cac
         return objects.put_tree(folder)
 
 
+def trained_as(objects: ObjectStore, model: ContentId) -> ContentId:
+    """The model of the training state that ``model`` came from: itself, or what was brought to its base's dtype."""
+    made = lineage_of(objects, model)
+    return ContentId(made.inputs["model"]) if made is not None and made.stage == ROUNDS else model
+
+
 class OutOfRange(ConfigError):
     """A weight is finite, and would not be."""
 
@@ -80,8 +115,11 @@ def cast_model(source: Path, target: Path, dtype: str) -> None:
         elif file != path:
             shutil.copyfile(path, file)
     config = json.loads((source / "config.json").read_bytes())
-    config.pop("torch_dtype", None)  # the key's name in older files
-    _write_json(target / "config.json", config | {"dtype": dtype})
+    parts = [part for part in config.values() if isinstance(part, dict) and not {*_KEYS}.isdisjoint(part)]
+    for settings in (config, *parts):  # also of parts of a model that say so for themselves
+        settings.pop("torch_dtype", None)  # the key's name in older files
+        settings["dtype"] = dtype
+    _write_json(target / "config.json", config)
     for index in target.glob("*.safetensors.index.json"):
         document = json.loads(index.read_bytes())
         held = sum(_tensor_bytes(file) for file in target.glob("*.safetensors"))

@@ -6,7 +6,7 @@ The same text is what `rollout init` writes and what a command without a configu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_core.plans.surroundings import ModelFolder, RowFile, Surroundings
@@ -122,8 +122,8 @@ def choose(kind: str, found: Surroundings, model: ModelFolder | None = None, row
     fitting = _fitting(found, about.fits, needed)
     if rows is None and not fitting:
         missing.append(f"a file of rows {about.rows}: data/train.jsonl stands for it")
-    if rows is not None and not about.fits(rows):
-        rows = _renamed(rows, needed) or rows
+    if rows is not None:
+        rows = _complete(rows, needed) if about.fits(rows) else _renamed(rows, needed) or rows
     chosen = rows or _first(fitting, held_out=False) or RowFile("data/train.jsonl", frozenset())
     prompts, of_prompts = chosen, fitting
     if kind == "nightly":
@@ -145,7 +145,10 @@ def choose(kind: str, found: Surroundings, model: ModelFolder | None = None, row
     )
     hints = [] if rows or fitting else list(_near_misses(needed, found))
     used = (chosen, prompts, *([] if held_out is None else [held_out]))
-    hints += [_renaming(file) for file in {file.path: file for file in used if file.columns}.values()]
+    columns: dict[str, dict[str, str]] = {}
+    for file in used:
+        columns.setdefault(file.path, {}).update(file.columns)
+    hints += [_renaming(path, renamed) for path, renamed in columns.items() if renamed]
     others = [each.path for each in found.models if each.path != ingredients.model.path]
     if model is None and others:
         hints.append(f"other models are here; --model takes one: {', '.join(others)}")
@@ -184,15 +187,15 @@ def _near_misses(needed: Sequence[str], found: Surroundings) -> Iterator[str]:
             yield f"{columns}; rows need {', '.join(needed)}"
 
 
-def _renaming(file: RowFile) -> str:
+def _renaming(path: str, columns: Mapping[str, str]) -> str:
     """How the columns of a file are read, for people to check."""
-    named = ", ".join(f"{theirs} as {ours}" for ours, theirs in file.columns.items())
-    return f"{file.path}: {named}; its columns in the configuration say so, change them where they mean something else"
+    named = ", ".join(f"{theirs} as {ours}" for ours, theirs in columns.items())
+    return f"{path}: {named}; its columns in the configuration say so, change them where they mean something else"
 
 
 def _called(file: RowFile, keys: Sequence[str]) -> dict[str, str]:
     """For each of our keys that the file has, under that name or another that people use, its name there."""
-    here = {key.lower(): key for key in file.keys}
+    here = {key.lower(): key for key in sorted(file.keys, reverse=True)} | {key: key for key in file.keys}
     found = {key: next((here[name] for name in (key, *_CALLED[key]) if name in here), None) for key in keys}
     return {key: name for key, name in found.items() if name is not None}
 
@@ -203,9 +206,22 @@ def _has_input_apart(file: RowFile) -> bool:
 
 
 def _fitting(found: Surroundings, fits: Callable[[RowFile], bool], needed: Sequence[str]) -> list[RowFile]:
-    """Files that fit; where none does, those that do with their columns renamed."""
-    as_they_are = [file for file in found.files if fits(file)]
-    return as_they_are or [file for each in found.files if (file := _renamed(each, needed)) is not None and fits(file)]
+    """Files that fit, with all keys that their rows need; where none is for training, those that do with their columns
+    renamed, too."""
+    files = [_complete(file, needed) for file in found.files if fits(file)]
+    if any(not file.is_held_out for file in files) and any(file.is_held_out for file in files):
+        return files
+    known = {file.path for file in files}
+    others = (_renamed(each, needed) for each in found.files if each.path not in known)
+    return [*files, *(file for file in others if file is not None and fits(file))]
+
+
+def _complete(file: RowFile, needed: Sequence[str]) -> RowFile:
+    """A file that fits, with a prompt under another name where it has none under ours: a reward model would be trained
+    on answers alone."""
+    if "prompt" not in needed or not file.keys.isdisjoint({"prompt", "messages"}) or file.format is not None:
+        return file
+    return _renamed(file, needed) or file
 
 
 def _renamed(file: RowFile, needed: Sequence[str]) -> RowFile | None:

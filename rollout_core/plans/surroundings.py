@@ -88,7 +88,7 @@ def look_around(folder: Path) -> Surroundings:
 
 def row_file(path: Path, name: str) -> RowFile:
     """The file at ``path``, called ``name`` in the configuration; without keys where it cannot be read."""
-    row = _first_row(path, name) or {}
+    row = (_first_row(path, name) if path.is_file() else None) or {}
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return RowFile(name, frozenset(row), last.get("role") == "assistant" if isinstance(last, dict) else None)
@@ -130,7 +130,7 @@ def _entries(folder: Path) -> Iterator[Path]:
             seen += 1
             if seen > MAX_ENTRIES:
                 return
-            if not name.startswith("."):
+            if not name.startswith(".") and (here / name).is_file():  # no pipe, which would be waited for
                 yield here / name
 
 

@@ -95,11 +95,12 @@ def export_model(
 def _name_ends(folder: Path) -> None:
     """Have generation_config.json name the token by which the chat template ends a turn, where it is no end of the
     model yet: other engines stop at no other ones than these."""
-    if not str(read_object(folder / "config.json").get("architectures")).endswith("ForCausalLM']"):
+    if "ForSequenceClassification" in str(read_object(folder / "config.json").get("architectures")):
         return  # a reward model writes nothing
     try:
         tokenizer = load_tokenizer(folder)
-    except ConfigError:  # a model without one is exported as it is
+        end_ids(folder, tokenizer)
+    except ConfigError:  # without a tokenizer, or with a damaged generation_config.json: exported as it is
         return
     if ends := turn_ends(folder, tokenizer):
         file = folder / "generation_config.json"

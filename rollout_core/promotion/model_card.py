@@ -178,7 +178,7 @@ def _hub_ids(history: ModelHistory, kind: str) -> list[str]:
 def _summary(history: ModelHistory) -> str:
     rows = [("content id", f"`{history.model}`")]
     if history.dtype is not None:
-        rows.append(("weights", f"{history.dtype} here, in another dtype under that id"))
+        rows.append(("weights", f"{history.dtype} in this folder, another dtype under that id"))
     if history.updates:
         last = history.updates[-1]
         rows += [
