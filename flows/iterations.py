@@ -231,6 +231,10 @@ class TrainingStates:
             kept.later(checkpoint)
         return checkpoint
 
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether the state is held on this machine, as this run has just computed it."""
+        return self._held is not None and self._held.has(checkpoint.train_state)
+
     def _is_missed(self, number: int, model: ContentId) -> bool:
         """Whether this run has found the weights that iteration ``number`` left gone, or is about to: where they are
         drawn from ahead, those of the next iterations are asked for as well."""

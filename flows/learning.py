@@ -258,7 +258,7 @@ def policy_iterations(
             states.best = watch.best
             checkpoint = states.update(number, update, *inputs, settings, **options, **taught)
             check_guards(settings, checkpoint, label)
-            if not settings.async_depth and not is_stand_in(checkpoint.model):
+            if not settings.async_depth and states.holds(checkpoint):  # after a cached one, samples may be cached, too
                 load_ahead(checkpoint.model)
             ahead.learned(number, checkpoint.model)
             kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"

@@ -156,7 +156,10 @@ def load_ahead(model: ContentId) -> None:
     try:
         # Not in the thread: the stage that makes the samples would read and hash the weights at the same time.
         folder = local_model(connections.objects(), model, connections.cache_folder())
-    except (NotFound, CorruptObject, Recoverable):  # the stage that needs it says so
+    except (NotFound, Recoverable):  # the stage that needs it says so
+        return
+    except CorruptObject as error:  # set aside by now, so that stage finds it missing
+        stage_logger().warning("%s", error)
         return
     engines.load_ahead(ModelRef(model, folder))
 

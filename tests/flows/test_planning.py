@@ -186,6 +186,9 @@ def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: 
     (folder / "tasks.jsonl").write_text('{"question": "?", "answer": "a", "records": {}}\n' * 20)
     shutil.copytree(folder / "model", folder / "chat-model")
     (folder / "chat-model" / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "chat-model" / "config.json").read_text())
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}  # of the same matrices: vLLM takes no smaller ones
+    (folder / "chat-model" / "config.json").write_text(json.dumps(settings | heads))
     changes = ["algorithm.base_model.uri=chat-model", "backend.max_model_len=64"]
     if example == "train-lookup":
         changes += ["algorithm.prompts.path=tasks.jsonl", "evaluation.tasks.path=tasks.jsonl", "algorithm.iterations=2"]
