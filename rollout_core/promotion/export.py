@@ -23,7 +23,7 @@ from rollout_core.base.settings import read_secret
 from rollout_core.data.turn_ends import turn_ends
 from rollout_core.models.facts import end_ids
 from rollout_core.models.locating import without_token
-from rollout_core.models.precision import cast_model, stored_dtype
+from rollout_core.models.precision import DTYPES, cast_model, stored_dtype
 from rollout_core.models.pretrained import load_tokenizer, read_object
 from rollout_core.objects import ObjectStore, SnapshotStore, TreeManifest
 from rollout_core.objects.addresses import complete_id, is_short_id
@@ -121,8 +121,8 @@ def _other_dtype(objects: ObjectStore, history: ModelHistory, asked: ExportDtype
         wanted = None
     elif stored is None:
         raise ConfigError(
-            f"model {history.model.short} has quantized weights, or a config.json without a dtype; export it with "
-            "--dtype stored, as it is"
+            f"the weights of model {history.model.short} are quantized, or none of {', '.join(DTYPES)}; export them "
+            "with --dtype stored, as they are"
         )
     else:
         wanted = asked
