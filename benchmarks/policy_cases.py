@@ -32,6 +32,8 @@ class Shape:
     epochs: int = 1
     values: str = "head"
     """Of PPO: ``head`` or ``model``."""
+    alike: float = 0.0
+    """Share of prompts whose completions all have one reward, as 0/1 rewards have it where a prompt is easy or hard."""
 
     @property
     def num_rows(self) -> int:
@@ -84,9 +86,11 @@ def prompts_of(rows: Sequence[dict[str, Any]], step: int, count: int) -> list[li
     return [rows[position % len(rows)]["prompt_ids"] for position in range(step * count, (step + 1) * count)]
 
 
-def even_share(tokens: Any) -> Any:
-    """[N,T] to [N]: the reward."""
-    return (tokens % 2 == 0).float().mean(1)
+def rewards_of(tokens: Any, shape: Shape) -> Any:
+    """[N,T] to [N]."""
+    rewards = (tokens % 2 == 0).float().mean(1)
+    rewards[: round(shape.alike * shape.prompts) * shape.completions] = 1.0
+    return rewards
 
 
 def run_policy_case(
@@ -103,7 +107,7 @@ def run_policy_case(
         started, begun = time.perf_counter(), time.process_time()
         tokens, logprobs = generate(generator, prompts, shape)
         generated = time.perf_counter()
-        rewards = even_share(tokens).tolist()
+        rewards = rewards_of(tokens, shape).tolist()
         repeated = [prompt for prompt in prompts for _ in range(shape.completions)]
         batch = build_batch(
             [

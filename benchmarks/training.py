@@ -26,7 +26,7 @@ from typing import Any
 
 from cases import CASES, num_tokens, read_rows, run_case
 from harness import Figures, no_collection
-from policy_cases import POLICY_CASES, Shape, even_share, generate, prompts_of, run_policy_case
+from policy_cases import POLICY_CASES, Shape, generate, prompts_of, rewards_of, run_policy_case
 
 Row = dict[str, Any]
 
@@ -184,7 +184,7 @@ def bare_policy_step(name: str, models: Any, optimizer: Any, prompts: list[list[
         return models.values.head(hidden)[..., 0]
 
     if name == "grpo":
-        advantages = group_advantages(even_share(tokens), shape.completions, normalize=True, eps=1e-4)
+        advantages = group_advantages(rewards_of(tokens, shape), shape.completions, normalize=True, eps=1e-4)
         new = logprobs(models.policy)
         loss = grpo_loss(new, new.detach(), advantages[:, None].expand(mask.shape), mask).loss
         losses = [loss]
@@ -192,7 +192,7 @@ def bare_policy_step(name: str, models: Any, optimizer: Any, prompts: list[list[
         with torch.no_grad():
             old, reference, old_values = logprobs(models.policy), logprobs(models.reference), values()
         rewards = -0.05 * (old - reference)
-        rewards[:, -1] += even_share(tokens)
+        rewards[:, -1] += rewards_of(tokens, shape)
         advantages, returns = gae(rewards, old_values, mask, gamma=1.0, lam=0.95)
         advantages = masked_whiten(advantages, mask)
         losses = (
@@ -237,6 +237,7 @@ def compare_policies(figures: Figures, model: Any, size: argparse.Namespace) -> 
     rows = [{"prompt_ids": [rng.randrange(1, 512) for _ in range(32)]} for _ in range(64)]
     for what, name, shape in (
         ("GRPO, 4 x 8 of 32 + 64", "grpo", Shape(4)),
+        ("GRPO, the same, equal rewards in 2 of 4 groups", "grpo", Shape(4, alike=0.5)),
         ("PPO, 32 of 32 + 64, value head (baseline: model)", "ppo", Shape(32, 1, epochs=4)),
         ("PPO, 32 of 32 + 64, value model", "ppo", Shape(32, 1, epochs=4, values="model")),
     ):

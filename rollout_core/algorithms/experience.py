@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,9 @@ class PolicyBatch:
     """[N] bool, True = cut at the length limit."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[N,C] float32 by name, 0 outside the mask: ``old_logprobs`` and what a learner adds."""
+    learned: Tensor | None = None
+    """[N] bool, True = the loss may have a gradient through this trajectory; None: through all. The others are computed
+    without one."""
 
     def rows(self, index: Sequence[int], *, width: int | None = None) -> PolicyBatch:
         """The given trajectories, padded to ``width`` or as little as they need."""
@@ -72,6 +75,7 @@ class PolicyBatch:
             self.scored[chosen],
             self.truncated[chosen],
             {name: column[chosen, :width] for name, column in self.columns.items()},
+            None if self.learned is None else self.learned[chosen],
         )
 
     def with_columns(self, **columns: Tensor) -> PolicyBatch:
@@ -190,11 +194,36 @@ def completion_forward(
     policy: nn.Module, batch: PolicyBatch, *, temperature: float, device: torch.device, entropy: bool = False
 ) -> CompletionOutput:
     """Log-probabilities and, where asked for, entropies (after temperature, nats) and state values of every completion
-    token."""
+    token; without gradient for those trajectories of which nothing is learned."""
+    if batch.learned is not None and not batch.learned.all():
+        return _two_forwards(policy, batch, batch.learned, temperature=temperature, device=device, entropy=entropy)
     tokens = pack_completions(batch.prompts, batch.completions).to(device)
     found = policy(tokens, temperature=temperature, entropy=entropy)
     values = None if found.values is None else tokens.padded(found.values)
     return CompletionOutput(tokens.padded(found.logprobs), tokens.padded(found.entropy), values)
+
+
+def _two_forwards(policy: nn.Module, batch: PolicyBatch, learned: Tensor, **options: Any) -> CompletionOutput:
+    """`completion_forward` of trajectories with a gradient and of those without, as of one batch."""
+    learns = torch.is_grad_enabled()
+    places, outputs = [], []
+    for of_part, with_gradient in ((learned, learns), (~learned, False)):
+        rows = of_part.nonzero().flatten().tolist()
+        if rows:
+            with torch.set_grad_enabled(with_gradient):
+                outputs.append(completion_forward(policy, replace(batch.rows(rows), learned=None), **options))
+            places += rows
+    order, width = torch.tensor(places).argsort().to(options["device"]), batch.mask.shape[1]
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])[order]
+
+    values = [output.values for output in outputs if output.values is not None]
+    return CompletionOutput(
+        joined([output.logprobs for output in outputs]),
+        joined([output.entropy for output in outputs]),
+        joined(values) if values else None,
+    )
 
 
 class CompletionScores(NamedTuple):
@@ -381,6 +410,12 @@ def place_among(batches: Sequence[PolicyBatch], batch: PolicyBatch) -> int:
     return next(number for number, other in enumerate(batches) if other is batch)
 
 
+def trained_tokens(batch: PolicyBatch, settings: OnPolicySettings) -> Tensor:
+    """[N,C] bool: completion tokens that count in the loss."""
+    counts = batch.scored & ~batch.truncated if settings.truncated == "mask" else batch.scored
+    return batch.mask & counts[:, None]
+
+
 class OnPolicyUpdate(Generic[SettingsT]):
     """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
 
@@ -415,8 +450,7 @@ class OnPolicyUpdate(Generic[SettingsT]):
 
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""
-        counts = batch.scored & ~batch.truncated if self._settings.truncated == "mask" else batch.scored
-        return batch.mask & counts[:, None]
+        return trained_tokens(batch, self._settings)
 
     def kept_advantages(self) -> bytes | None:
         """`encode_advantages` of all trajectories, as the loss has them: whitened, with importance weights and what

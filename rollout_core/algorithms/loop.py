@@ -337,7 +337,8 @@ def _accumulate(
             result = algorithm.loss(batch, batches)
         if number == len(own):
             gradients.before_last_backward()
-        accelerator.backward(result.loss if counts else 0.0 * result.loss)
+        if result.loss.requires_grad:  # not of a minibatch in which no trajectory is learned from
+            accelerator.backward(result.loss if counts else 0.0 * result.loss)
         figures.add(result, counts=counts)
     gradients.finish()
     return figures.row()

@@ -38,9 +38,11 @@ from rollout_core.algorithms.experience import (
     pass_steps,
     place_among,
     score_completions,
+    trained_tokens,
 )
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import dpo_loss, mean_of
+from rollout_core.algorithms.parallel import world_size
 from rollout_core.algorithms.policy import Policy, Teacher
 from rollout_core.algorithms.policy_losses import SurrogateName, grpo_loss, ppo_policy_loss, ppo_value_loss
 from rollout_core.base.errors import Fatal
@@ -332,6 +334,7 @@ def compare_groups(
     scores, counted = groups.of_rollouts(batch.scores), groups.of_rollouts(batch.scored.float()) > 0
     figures = batch.figures() | ({"reward": float(scores[counted].mean())} if counted.any() else {})
     columns, own, penalty = {}, None, None
+    batch = replace(batch, learned=_learned(batch, groups, settings, scores, parts, counted))
     if settings.correction is not None and corrects:
         own = score_completions(policy, batch, minibatches, **options).logprobs
     if reference is not None:
@@ -348,6 +351,30 @@ def compare_groups(
         corrected, weights = correct(compared, own, settings.correction)
         return corrected, figures | correction_figures(batch, own, weights)
     return (compared.with_columns(advantages=batch.weighed(advantages)) if corrects else compared), figures
+
+
+def _learned(
+    batch: PolicyBatch,
+    groups: Groups,
+    settings: GRPOSettings,
+    scores: Tensor,
+    parts: RewardParts | None,
+    counted: Tensor,
+) -> Tensor | None:
+    """[N] bool, True = something of the trajectory's group is learned: an advantage is not 0, at a token that counts in
+    the loss. None: of all, as divergence from a reference and entropy are there for every token.
+
+    Groups stay whole, for a prompt is computed once for all its completions. Several processes run the same passes, so
+    these compute all with a gradient, which is then 0 for some.
+    """
+    if settings.kl_coef or settings.entropy_coef or world_size() > 1:
+        return None
+    advantages = _token_advantages(scores, groups, batch.mask, settings, None, parts, counted)
+    counts = (trained_tokens(batch, settings) & (advantages != 0)).any(1)
+    learned = torch.zeros_like(counts)
+    for rows in groups.rows:
+        learned[rows] = counts[rows].any()
+    return learned
 
 
 def _spread(scores: Tensor, counted: Tensor, settings: GRPOSettings) -> dict[str, float]:
@@ -473,7 +500,11 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
     def minibatches(self, step: int) -> list[PolicyBatch]:
         if step > self._first_step:
             self.end_first_step()
-        return super().minibatches(step)
+        batches = super().minibatches(step)
+        if any(batch.learned is None or batch.learned.any() for batch in batches):
+            return batches
+        # The optimizer's moments move weights in such a step too, which takes gradients, all 0.
+        return [replace(batch, learned=None) for batch in batches]
 
     def end_first_step(self) -> dict[str, float]:
         """Correct the whole batch by what the first step found, if it was to, and give `correction_figures`. To be

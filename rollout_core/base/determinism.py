@@ -247,6 +247,11 @@ def default_threads() -> int | None:
     return DEFAULT_THREADS if is_portable_here() else None
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def arithmetic() -> dict[str, Any]:
     """What decides over last bits in this process, for records that people and later runs compare.
 

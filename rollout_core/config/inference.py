@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
-from rollout_core.base.determinism import default_threads, numerics_identity, probe_device
+from rollout_core.base.determinism import default_threads, numerics_identity, probe_device, usable_cores
 from rollout_core.config.base import Address, Settings
 
 
@@ -175,7 +175,8 @@ class VLLMBackend(Settings):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens; default: the model's own limit."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Sequences generated together. Changes speed only where the engine is batch-invariant: a CPU in float32."""
+    """Sequences generated together. Changes speed only where the engine is batch-invariant: a CPU in float32 with one
+    thread."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Key/value cache on a CPU, in GiB. Changes speed only."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
@@ -186,8 +187,9 @@ class VLLMBackend(Settings):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share one copy of the model."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine, on whose number last bits of a logprob may depend. Default: one a core, but for one
-    core that is left to the rest, or 1 with portable numerics."""
+    """CPU threads of the engine, on whose number last bits of a logprob may depend; with several the engine is not
+    batch-invariant, so the shard is the unit of a commit. Default: one a core, but for one core that is left to the
+    rest, or 1 with portable numerics."""
     enable_prefix_caching: bool | None = None
     """Take the keys and values of a prompt's beginning from an earlier request, such as another completion of the same
     prompt. Default: where that changes no bit (CPU, float32, short contexts). True: always, and last bits of a logprob
@@ -212,10 +214,21 @@ class VLLMBackend(Settings):
         return (self.num_threads or default_threads()) if probe_device() == "cpu" else None
 
     @property
+    def is_single_threaded(self) -> bool:
+        """Whether one CPU thread computes; several divide a step's rows among themselves by the whole batch."""
+        if probe_device() != "cpu":
+            return False
+        if self.fixed_threads is None:
+            # What vLLM leaves free by itself: one core, unless its environment says otherwise.
+            chooses = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto"
+            return usable_cores() - int(chooses and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ) <= 1
+        return self.fixed_threads == 1
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a request's tokens and logprobs are bitwise the same whatever else is in its batch."""
         if probe_device() == "cpu":
-            return self.concrete_dtype == "float32" and not self.enable_prefix_caching
+            return self.concrete_dtype == "float32" and not self.enable_prefix_caching and self.is_single_threaded
         return os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not self.enable_prefix_caching
 
     def cache_identity(self) -> Any:

@@ -13,12 +13,10 @@ tokens before it are queries of the same step or were cached.
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from rollout_core.base.determinism import is_portable_here
@@ -54,27 +52,19 @@ def one_tile(head_size: int, cache_bytes: int) -> int:
     return max(0, keys // step * step)
 
 
-def hits_change_no_bit(folder: Path, max_model_len: int | None, threads: int | None) -> bool:
-    """Whether float32 completions of the model in ``folder`` are bitwise the same whatever beginning of their prompts
-    is taken from the prefix cache. ``threads`` compute them; None: as many as vLLM chooses."""
+def hits_change_no_bit(folder: Path, max_model_len: int | None) -> bool:
+    """Whether float32 completions of the model in ``folder``, computed by one thread, are bitwise the same whatever
+    beginning of their prompts is taken from the prefix cache."""
     if read_object(folder / "config.json").get("model_type") not in PLAIN:
         return False
     config = read_config(folder)
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return False
-    if (threads or _chosen_threads()) != 1:  # several divide rows and keys among themselves by the whole batch
         return False
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     longest = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     if is_portable_here():
         return longest <= longest_context(head_size)
     return longest <= one_tile(head_size, torch.cpu.get_capabilities().get("l2_cache_size", 0))
-
-
-def _chosen_threads() -> int:
-    """CPU threads that vLLM takes by itself at most: one a core, but for one."""
-    is_free = envs.VLLM_CPU_OMP_THREADS_BIND == "auto" and envs.VLLM_CPU_NUM_OF_RESERVED_CPU is None
-    return max(1, len(os.sched_getaffinity(0)) - int(is_free))
 
 
 def attend_in_pieces() -> None:

@@ -143,11 +143,11 @@ class VLLMEngine(GathersStream):
         config = self._config
         if config.enable_prefix_caching is not None:
             return config.enable_prefix_caching
-        if self._device != "cpu" or self._dtype != "float32":
+        if not config.is_single_threaded or self._dtype != "float32":
             return False
         from rollout_core.inference.vllm_attention import hits_change_no_bit
 
-        return hits_change_no_bit(model.folder, config.max_model_len, config.fixed_threads)
+        return hits_change_no_bit(model.folder, config.max_model_len)
 
     def _try_out(self) -> None:
         # Some models load, and end the engine at their first token (a head size that no CPU kernel knows, say).

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from rollout_core.base.determinism import usable_cores
 from rollout_core.base.errors import ConfigError, Recoverable, RetryHint, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.settings import without_passwords
@@ -246,7 +247,7 @@ def large_hasher() -> blake3:
     """BLAKE3 that shares chunks of a MiB and more among the cores that this process may use, up to eight. The threads
     are this hasher's own: those that all hashers of a process can share are not there after a fork, where hashing would
     then never end."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return blake3(max_threads=min(8, cores))
 
 

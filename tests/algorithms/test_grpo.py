@@ -218,6 +218,112 @@ def test_an_update_on_equal_rewards_moves_no_weight(changes, tiny_model, tmp_pat
     assert (row["frac_reward_zero_std"], row["reward_std"], row["grad_norm"]) == (1.0, 0.0, 0.0)
 
 
+class Watched(Policy):
+    """Notes how many sequences each forward pass has, and whether with a gradient."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[tuple[int, bool]] = []
+
+    def forward(self, batch, **options):
+        self.seen.append((batch.num_rows, torch.is_grad_enabled()))
+        return super().forward(batch, **options)
+
+
+def without_signal(items: list[Trajectory], group: int) -> list[Trajectory]:
+    """The same with equal scores in one group."""
+    alike = range(group * GROUP, (group + 1) * GROUP)
+    return [replace(item, score=0.5) if number in alike else item for number, item in enumerate(items)]
+
+
+@pytest.mark.parametrize("alike", [0, 1])
+@pytest.mark.parametrize("minibatch_size", [6, 3])
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "dapo"}, {"loss": "gspo", "loss_type": "dr_grpo"}])
+def test_a_group_that_teaches_nothing_is_computed_without_gradient_and_changes_no_figure(
+    alike, minibatch_size, corrects, changes, tiny_model
+):
+    correction = ImportanceCorrection() if corrects else None
+    settings = grpo_settings(
+        minibatch_size=minibatch_size, gradient_accumulation=6 // minibatch_size, correction=correction, **changes
+    )
+    items = without_signal(trajectories(load_causal_lm(tiny_model), drift=0.2), alike)
+
+    def a_step(*, of_all: bool):
+        policy = Watched(load_causal_lm(tiny_model))
+        batch, _ = compare_groups(policy, None, build_batch(items), settings, device=CPU, corrects=not corrects)
+        assert batch.learned is not None and batch.learned.view(2, GROUP).all(1).tolist() == [alike != 0, alike != 1]
+        batch = replace(batch, learned=None) if of_all else batch
+        learner = GRPO(policy, batch, settings, first_step=0, seed=1, device=CPU, corrects=corrects)
+        parts = learner.minibatches(0)
+        results = [learner.loss(part, parts) for part in parts]
+        for result in results:
+            if result.loss.requires_grad:
+                result.loss.backward()
+        figures = [{name: float(value) for name, (value, _) in result.metrics.items()} for result in results]
+        gradients = [parameter.grad for parameter in policy.parameters()]
+        return policy.seen, [result.loss.item() for result in results], figures, learner.end_first_step(), gradients
+
+    seen, losses, figures, at_end, gradients = a_step(of_all=False)
+    assert sorted(seen) == [(GROUP, False), (GROUP, True)]
+    seen, expected_losses, expected_figures, expected_at_end, expected = a_step(of_all=True)
+    assert all(with_gradient for _, with_gradient in seen)
+    assert losses == pytest.approx(expected_losses, abs=1e-6)
+    for found, wanted in zip([*figures, at_end], [*expected_figures, expected_at_end], strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores", "learned"),
+    [
+        ({}, [1.0, 1.0, 1.0, 0.0, 0.5, 1.0], [False] * 3 + [True] * 3),  # a group stays whole around its mean
+        ({}, [None, None, 1.0, 0.0, None, 1.0], [False] * 3 + [True] * 3),
+        ({"baseline": "none", "advantage_scaling": "none"}, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [False] * 3 + [True] * 3),
+        ({"advantage_scaling": "whiten", "baseline": "none"}, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [True] * 6),
+        ({"kl_coef": 0.1}, [1.0] * 6, None),
+        ({"entropy_coef": 0.1}, [1.0] * 6, None),
+    ],
+)
+def test_of_which_completions_something_is_learned(changes, scores, learned, tiny_model):
+    items = trajectories(load_causal_lm(tiny_model))
+    items = [replace(item, score=score) for item, score in zip(items, scores, strict=True)]
+    policy, reference = Policy(load_causal_lm(tiny_model)), Policy(load_causal_lm(tiny_model))
+    settings = grpo_settings(**changes)
+    held_to = reference if settings.kl_coef else None
+    batch, _ = compare_groups(policy, held_to, build_batch(items), settings, device=CPU)
+    assert (None if batch.learned is None else batch.learned.tolist()) == learned
+    if learned is not None:
+        assert batch.rows([1, 4]).learned.tolist() == [learned[1], learned[4]]
+
+
+def test_a_group_of_cut_completions_alone_is_computed_without_gradient_where_these_are_masked(tiny_model):
+    items = [
+        replace(item, truncated=number < GROUP) for number, item in enumerate(trajectories(load_causal_lm(tiny_model)))
+    ]
+    policy = Policy(load_causal_lm(tiny_model))
+    batch, _ = compare_groups(policy, None, build_batch(items), grpo_settings(truncated="mask"), device=CPU)
+    assert batch.learned is not None and batch.learned.tolist() == [False] * 3 + [True] * 3
+
+
+def test_a_step_in_which_nothing_is_learned_moves_weights_by_the_optimizers_moments_alone(tiny_model, tmp_path):
+    """The second update begins with the moments of the first; its gradients are 0, and not missing."""
+    place = update_context(tmp_path)
+    model = place.objects.put_tree(tiny_model)
+    items = trajectories(load_causal_lm(tiny_model))
+    settings = grpo_settings(optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0))
+    scores, samples = file_scores(place.objects, items)
+    first = on_policy_updates.grpo_update(model, None, model, scores, samples, settings, place)
+    alike, samples = file_scores(place.objects, [replace(item, score=1.0) for item in items])
+    place = update_context(tmp_path, key=hash_bytes(b"second"))
+    second = on_policy_updates.grpo_update(first.model, first.train_state, model, alike, samples, settings, place)
+    [row] = [json.loads(line) for line in place.objects.get_bytes(second.metrics).splitlines()]
+    assert (row["frac_reward_zero_std"], row["grad_norm"]) == (1.0, 0.0)
+    before, after = (load_causal_lm(place.model(checkpoint.model)).state_dict() for checkpoint in (first, second))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
 def test_parts_that_abstain_leave_their_weight_to_the_others():
     """Weights 1 and 0.5: alone the first counts 1.5 times, alone the second 3 times; the third row has no part."""
     nan = math.nan

@@ -36,7 +36,7 @@ from rollout_core.models.pretrained import copy_tokenizer
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.records import Checkpoint
 
-pytestmark = pytest.mark.timeout(900)  # the first test has two processes train all cases
+pytestmark = pytest.mark.timeout(1800)  # the first test has two processes train all cases
 PROJECT = Path(__file__).parents[2]
 ONE = ParallelConfig()
 
@@ -319,7 +319,7 @@ def run_process() -> Callable[..., str]:
             [sys.executable, *arguments],
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=1500,  # dozens of updates: eight minutes were too few beside other work
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

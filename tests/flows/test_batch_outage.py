@@ -22,7 +22,7 @@ from tests import forked
 from tests.flows.conftest import wait_for, write_toml
 from tests.object_files import BUCKET
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 
 NUM_PROMPTS = 120
 
@@ -116,7 +116,7 @@ class Batch:
         run = self.start()
         wait_for(lambda: self.num_done() >= 10, "some samples", process=run)
         fault(run.pid)
-        said, _ = run.communicate(timeout=240)
+        said, _ = run.communicate(timeout=500)
         assert run.returncode == 1, said[-3000:]
         assert said.splitlines()[-1].startswith("rollout: "), said[-3000:]
         assert not (self.folder / "out" / "completions.jsonl").exists()
@@ -127,7 +127,7 @@ class Batch:
     def finish_after(self, done: int) -> None:
         """Start again, and see the rest done."""
         run = self.start()
-        said, _ = run.communicate(timeout=240)
+        said, _ = run.communicate(timeout=500)
         assert run.returncode == 0, said[-3000:]
         lines = (self.folder / "out" / "completions.jsonl").read_bytes().splitlines()
         assert [json.loads(line)["id"] for line in lines] == [f"row-{number}" for number in range(NUM_PROMPTS)]

@@ -61,7 +61,7 @@ def test_restart_generates_nothing_twice(tiny_model: Path, tmp_path: Path, start
     second = killed_after(2, "--resume", run_id)
     assert 5 <= len(first + second) < NUM_PROMPTS
     last = start()
-    output, _ = last.communicate(timeout=240)
+    output, _ = last.communicate(timeout=500)
     assert last.returncode == 0, output[-3000:]
     events = [*first, *second, *events_of(output.splitlines())]
     assert {event["run_id"] for event in events} == {run_id}

@@ -29,6 +29,7 @@ from tests.conftest import BUCKET, PROJECT
 from tests.flows.conftest import finished_samples, wait_for, write_toml
 from tests.store.postgres import PostgresServer
 
+pytestmark = pytest.mark.timeout(1200)
 ROLLOUT = ("-c", "from flows.cli import main; main()", "infer", "batch", "--config")
 ATTEMPTS = "SELECT rollout_key, sequence_id, status, worker_id FROM attempts ORDER BY rollout_key, sequence_id"
 
@@ -121,7 +122,7 @@ def run(start_process, prefect_server) -> Callable[..., subprocess.Popen[str]]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=500)
     assert process.returncode == code, output[-5000:]
     return output
 

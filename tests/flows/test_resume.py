@@ -22,7 +22,7 @@ from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_f
 from tests.machine import CHROMIUM
 from tests.pages import chromium, serving
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 
 SAMPLES = 160
 ROLLOUT = ("-c", "from flows.cli import main; main()")
@@ -53,7 +53,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, list[tuple[str, str, st
 
 def output_of(process: subprocess.Popen[str]) -> str:
     """All that a run printed, which has succeeded."""
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -215,7 +215,7 @@ def test_a_flipped_bit_in_the_final_checkpoint_is_found_and_recomputed(
     # Evaluation of the final model is the stage that reads it.
     small_nightly["evaluation"]["sampling"]["max_tokens"] = 13
     run = nightly(start_process, write_toml(config, small_nightly), prefect_server)
-    output, _ = run.communicate(timeout=240)
+    output, _ = run.communicate(timeout=500)
     assert run.returncode == 0, output[-3000:]
     assert weights.content_id in output and "corrupt" in output
     assert f"model {model}:" in output, "recomputed to the same bytes"
@@ -238,7 +238,7 @@ def test_a_full_disk_ends_in_one_clear_failure_and_the_next_run_goes_on(
         str(config),
         env={"PREFECT_API_URL": prefect_server},
     )
-    output, _ = limited.communicate(timeout=240)
+    output, _ = limited.communicate(timeout=500)
     assert limited.returncode == 1, output[-3000:]
     assert "File too large" in output.splitlines()[-1] or "File too large" in output
     assert not list(objects().list_refs("results")) or "sft_update" not in output.split("Cached")[0]

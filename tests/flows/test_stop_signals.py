@@ -88,7 +88,7 @@ def test_training_in_one_process_keeps_the_step_it_is_in_and_ends_in_the_same_by
     assert 0 < kept.step < STEPS, log.read_text()[-3000:]
 
     again = train(start_process, config, prefect_server, log)
-    assert again.wait(timeout=240) == 0, log.read_text()[-3000:]
+    assert again.wait(timeout=500) == 0, log.read_text()[-3000:]
     assert f"resumes at step {kept.step} " in log.read_text()
     resumed = re.findall(r"^train state: (\w+)", log.read_text(), re.MULTILINE)
 

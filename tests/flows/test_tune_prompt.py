@@ -156,7 +156,7 @@ def test_killed_in_the_middle_and_started_again_the_critic_is_not_asked_again(
         assert processes[0].wait(240) == -9, (work / "run.log").read_text()
         assert len(critic.asked) == 5
         finished = (work / "runs.txt").read_text().splitlines()
-        done = subprocess.run([sys.executable, "-c", RUN], cwd=work, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, "-c", RUN], cwd=work, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     counts = Counter(critic.asked)
     assert [text for text, count in counts.items() if count > 1] == [critic.asked[4]] and len(counts) == 8

@@ -106,7 +106,7 @@ def vllm_engine(small: ModelRef) -> Iterator[Any]:
         return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
 
     others = engine_processes()
-    engine = VLLMEngine(VLLMBackend(max_model_len=96, max_num_seqs=16), small)
+    engine = VLLMEngine(VLLMBackend(max_model_len=96, max_num_seqs=16, num_threads=1), small)
     processes = [process for process in engine_processes() if process not in others]
     yield engine
     engine.close()

@@ -42,6 +42,15 @@ def encoded(engine: Any, asked: list[Any]) -> list[bytes]:
     return [encode_completion(completion) for completion in engine.generate(asked)]
 
 
+THREADS_BY_DEFAULT = [
+    (1, {}, True),
+    (2, {}, True),
+    (3, {}, False),
+    (2, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, False),
+    (2, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, False),
+]
+
+
 @pytest.mark.engine
 def test_by_default_prompts_share_beginnings_in_a_short_context_and_no_bit_differs(
     vllm_engine, small, other_small, tokenizer
@@ -52,15 +61,14 @@ def test_by_default_prompts_share_beginnings_in_a_short_context_and_no_bit_diffe
     texts = prompts(range(34, 70, 3), samples=8)
     assert all(len(tokenizer(text)["input_ids"]) < 80 for text in texts)
     asked = requests(tokenizer, SamplingParams(temperature=1.0, max_tokens=14), prompts=texts)
-    plain = VLLMEngine(VLLMBackend(max_model_len=96, max_num_seqs=16, enable_prefix_caching=False), small)
-    caches = VLLMBackend(max_model_len=96).fixed_threads == 1 or len(os.sched_getaffinity(0)) <= 2
+    backend = VLLMBackend(max_model_len=96, max_num_seqs=16, num_threads=1, enable_prefix_caching=False)
+    plain = VLLMEngine(backend, small)
     try:
         assert not any(cached_tokens(plain, tokenizer, texts))
         expected = encoded(plain, asked)
         assert encoded(vllm_engine, asked) == expected
         found = cached_tokens(vllm_engine, tokenizer, texts)
-        if caches:
-            assert min(found) >= CPU_BLOCK_SIZE and {count % CPU_BLOCK_SIZE for count in found} == {0}
+        assert min(found) >= CPU_BLOCK_SIZE and {count % CPU_BLOCK_SIZE for count in found} == {0}
         assert encoded(vllm_engine, asked[::-1])[::-1] == expected, "now all begin with a hit"
         assert encoded(vllm_engine, asked[5:6]) == expected[5:6]
         # What was kept belongs to the weights that computed it.
@@ -115,18 +123,14 @@ def test_hits_are_known_to_change_no_bit_in_one_tile_alone(small, changed, monke
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"l2_cache_size": 256 * 1024})
     limit = one_tile(32, 256 * 1024)
     assert 128 < limit < 256 and limit % 32 == 0
-    assert hits_change_no_bit(small.folder, limit, 1)
-    assert not hits_change_no_bit(small.folder, limit + 1, 1)
-    assert not hits_change_no_bit(small.folder, None, 1), "256 tokens by its own configuration"
-    assert not hits_change_no_bit(small.folder, limit, 2), "several threads divide rows by the batch"
-    for cpus, is_alone in ((1, True), (2, True), (3, False)):  # vLLM leaves one to its scheduler
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cpus=cpus: set(range(cpus)))
-        assert hits_change_no_bit(small.folder, limit, None) is is_alone
-    assert not hits_change_no_bit(changed(model_type="gemma3_text"), limit, 1)
+    assert hits_change_no_bit(small.folder, limit)
+    assert not hits_change_no_bit(small.folder, limit + 1)
+    assert not hits_change_no_bit(small.folder, None), "256 tokens by its own configuration"
+    assert not hits_change_no_bit(changed(model_type="gemma3_text"), limit)
     sliding = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
-    assert not hits_change_no_bit(changed(**sliding), limit, 1)
+    assert not hits_change_no_bit(changed(**sliding), limit)
     monkeypatch.setattr(vllm_attention, "is_portable_here", lambda: True)
-    assert hits_change_no_bit(small.folder, None, 1), "in pieces"
+    assert hits_change_no_bit(small.folder, None), "in pieces"
 
 
 def test_one_tile_is_what_the_kernel_leaves_room_for():
@@ -145,4 +149,19 @@ def test_what_a_default_decides_is_no_part_of_what_counts_as_done():
     assert identity(VLLMBackend(enable_prefix_caching=False)) == plain
     wanted = identity(VLLMBackend(enable_prefix_caching=True))
     assert wanted == {**plain, "enable_prefix_caching": True, "block_size": CPU_BLOCK_SIZE}
-    assert VLLMBackend().batch_invariant and not VLLMBackend(enable_prefix_caching=True).batch_invariant
+    assert VLLMBackend(num_threads=1).batch_invariant
+    assert not VLLMBackend(num_threads=1, enable_prefix_caching=True).batch_invariant
+
+
+@pytest.mark.parametrize(("cores", "environment", "alone"), THREADS_BY_DEFAULT)
+def test_an_engine_of_several_threads_is_not_batch_invariant(cores, environment, alone, monkeypatch):
+    """vLLM divides rows and keys of a step among its threads by the whole batch, and leaves one core free by itself."""
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert VLLMBackend().batch_invariant is VLLMBackend().is_single_threaded is alone
+    assert VLLMBackend(num_threads=1).batch_invariant and not VLLMBackend(num_threads=2).batch_invariant
+    # What counts as done does not depend on the machine's cores.
+    assert "num_threads" not in identity(VLLMBackend())

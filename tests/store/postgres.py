@@ -93,6 +93,7 @@ class PostgresServer:
         if self._process is not None:
             return
         if self._folder is None:
+            programs()  # skips the test before anything is made
             self._folder = Path(tempfile.mkdtemp(prefix="pg-"))  # not below: a socket's path must be short
             if os.getuid() == 0:
                 shutil.chown(self._folder, "nobody", "nogroup")

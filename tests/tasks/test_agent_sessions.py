@@ -12,14 +12,14 @@ from tasks import agents
 
 
 class Session:
-    """Stands for an engine with its runners: notes when it is used, and fails where it is told to."""
+    """Stands for an engine with its runners: notes when it is used, fails or never ends where its name says so."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
 
     async def run(self, *args: Any, **options: Any) -> None:
         self.events.append(f"{self.name} begins")
-        await asyncio.sleep(0.05)
+        await (asyncio.Event().wait() if self.name == "endless" else asyncio.sleep(0.05))
         if "broken" in self.name:
             raise ValueError("the first error")
         self.events.append(f"{self.name} ends")
@@ -79,11 +79,12 @@ def test_a_stage_fails_by_the_first_error(sessions, caplog):
 
 def test_a_stage_that_is_cancelled_ends_the_session(sessions):
     async def cancelled() -> None:
-        task = asyncio.ensure_future(use(sessions, "a"))
-        await asyncio.sleep(0.02)
+        task = asyncio.ensure_future(use(sessions, "endless"))
+        while not sessions.events:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancelled())
-    assert sessions.events == ["a begins", "a closes"]
+    assert sessions.events == ["endless begins", "endless closes"]
