@@ -241,6 +241,10 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, objects: Object
         (ParquetDataset(kind="parquet_path", path="*.parq"), "dataset '*.parq' cannot be read: No such file"),
         (HuggingFaceDataset(kind="hugging_face", uri="./none"), "dataset folder './none' does not exist"),
         (HuggingFaceDataset(kind="hugging_face", uri="splits"), "dataset 'splits' has no split 'train'; it has test"),
+        (
+            HuggingFaceDataset(kind="hugging_face", uri="splits", revision="v2"),
+            f"dataset 'splits' is the folder {tmp_path / 'splits'}, which has no revisions; leave out revision 'v2'",
+        ),
         (StoredDataset(kind="object", id="a" * 64), f"dataset {'a' * 64} is not in the object store"),
         (StoredDataset(kind="object", id="a" * 8), "dataset aaaaaaaa is not in the object store"),
         (StoredDataset(kind="object", id=note), f"object {note[:12]} is a folder without a file of rows; expected .js"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +129,19 @@ def test_a_folder_that_does_not_exist_is_refused_with_where_it_was_looked_for(tm
     for download in (False, True):
         with pytest.raises(ConfigError, match=rf"model folder '{uri}' does not exist \(looked at .*{Path(uri).name}\)"):
             locate_model(source(uri), tmp_path, download=download)
+
+
+def test_a_revision_of_what_is_here_is_refused(tiny_model, tmp_path):
+    """It named a state of a repository, and what is in the folder may be another."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for uri, found in (
+        (str(tiny_model), f"the folder {tiny_model}"),
+        ("model.gguf", f"the file {tmp_path / 'model.gguf'}"),
+        (hash_bytes(b"a model"), "a content id"),
+    ):
+        expected = f"is {found}, which has no revisions; leave out revision 'v2', or give a hub id"
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            locate_model(ModelSource(uri=uri, revision="v2"), tmp_path)
 
 
 @pytest.mark.parametrize("uri", ["nobody/no-such-model", "no-such-model"])

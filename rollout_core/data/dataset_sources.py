@@ -266,6 +266,11 @@ def _load_hugging_face(source: HuggingFaceDataset, folder: Path, download: bool)
         raise ConfigError(f"dataset folder {source.uri!r} does not exist (looked at {folder}); give a folder or hub id")
     if not folder.is_dir() and not download:
         raise Unchecked(f"dataset {source.uri!r} of the hub, which is read when the run starts")
+    if folder.is_dir() and source.revision is not None:
+        raise ConfigError(
+            f"dataset {source.uri!r} is the folder {folder}, which has no revisions; leave out revision "
+            f"{source.revision!r}, or give a hub id"
+        )
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -261,6 +261,7 @@ def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> P
     ``base`` is the folder relative paths start from. Raises ConfigError when there is nothing at that address.
     """
     if is_content_id(source.uri):
+        _refuse_revision(source.uri, source.revision, "model", "a content id")
         if source.tokenizer is not None:
             raise ConfigError(
                 f"model {source.uri} is a checkpoint with its own tokenizer; leave out tokenizer {source.tokenizer!r}"
@@ -279,6 +280,7 @@ def locate_tokenizer(source: ModelSource, base: Path, *, download: bool = True) 
 def _locate(uri: str, revision: str | None, base: Path, what: str, download: bool) -> Path | None:
     folder = base / uri
     if folder.is_dir():
+        _refuse_revision(uri, revision, what, f"the folder {folder}")
         check_entries(folder)
         held = sorted(file.name for file in folder.iterdir() if is_gguf(file))
         if what == "model" and held and not (folder / "config.json").is_file():
@@ -295,11 +297,19 @@ def _locate(uri: str, revision: str | None, base: Path, what: str, download: boo
         raise _with_meant(error, uri, base) from error
 
 
+def _refuse_revision(uri: str, revision: str | None, what: str, found: str) -> None:
+    if revision is not None:
+        raise ConfigError(
+            f"{what} {uri!r} is {found}, which has no revisions; leave out revision {revision!r}, or give a hub id"
+        )
+
+
 def _locate_file(uri: str, revision: str | None, file: Path, what: str, download: bool) -> Path | None:
     """A GGUF file, here or (``owner/name/file.gguf``) in a repository on the hub."""
     if what != "model":
         raise ConfigError(f"{what} {uri!r} is a GGUF file; give a folder or a hub id")
     if is_gguf(file):
+        _refuse_revision(uri, revision, what, f"the file {file}")
         return file
     on_hub = _FILE_ON_HUB.fullmatch(uri)
     if on_hub is None or file.parent.is_dir():
