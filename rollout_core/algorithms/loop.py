@@ -61,6 +61,8 @@ class MinibatchLoss:
     """Scalar; the sum over the minibatches of a step is the loss of the step."""
     metrics: dict[str, tuple[Any, float]]
     """Name -> (mean over the minibatch, weight). A step logs the weighted mean."""
+    learned: bool = True
+    """False: nothing is learned from this minibatch, and its loss has no gradient. Others of the step have one."""
 
 
 class Algorithm(Protocol, Generic[BatchT]):
@@ -337,7 +339,7 @@ def _accumulate(
             result = algorithm.loss(batch, batches)
         if number == len(own):
             gradients.before_last_backward()
-        if result.loss.requires_grad:  # not of a minibatch in which no trajectory is learned from
+        if result.learned:
             accelerator.backward(result.loss if counts else 0.0 * result.loss)
         figures.add(result, counts=counts)
     gradients.finish()

@@ -559,6 +559,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
                 # On a batch's first step the weights are the engine's, so there this is what the two disagree by.
                 "sampling/logprob_difference": (differences.sum() / max(1, tokens), tokens),
             },
+            learned=batch.learned is None or bool(batch.learned.any()),
         )
 
     def _share(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> float:

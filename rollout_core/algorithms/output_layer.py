@@ -52,7 +52,9 @@ def target_logprobs(
     hidden: [M,H]; weight: [V,H]; bias: [V]; targets: [M] int64. Logits are made in the dtype of autocast, where that is
     on, else in that of ``hidden``, and summed in float32 (float64 for float64). First derivatives only.
     """
-    return TargetLogprobs(*_TargetLogprobs.apply(hidden, weight, bias, targets, temperature, entropy))  # pyright: ignore[reportGeneralTypeIssues]
+    # Within a function of autograd gradients are always off, and a parameter wants one wherever it is used.
+    differs = torch.is_grad_enabled()
+    return TargetLogprobs(*_TargetLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, differs))  # pyright: ignore[reportGeneralTypeIssues]
 
 
 class TokenDivergence(NamedTuple):
@@ -197,6 +199,7 @@ class _TargetLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         want_entropy: bool,
+        want_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.hidden_dtype = hidden.dtype
         hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
@@ -205,7 +208,7 @@ class _TargetLogprobs(torch.autograd.Function):
             dtype = torch.promote_types(hidden.dtype, torch.float32)
             logprobs, entropy, logsums = (hidden.new_zeros(count, dtype=dtype) for _ in range(3))
             is_best = torch.zeros_like(targets, dtype=torch.bool)
-            keep = any(ctx.needs_input_grad) and count * vocabulary <= KEPT_ELEMENTS
+            keep = want_gradient and any(ctx.needs_input_grad) and count * vocabulary <= KEPT_ELEMENTS
             kept = hidden.new_empty(count, vocabulary, dtype=dtype) if keep else None
             for chunk in _chunks(count, vocabulary, hidden.device):
                 part = _logits(hidden[chunk], cast, cast_bias)
@@ -236,7 +239,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden, weight, bias, targets, logsums, entropy, kept = ctx.saved_tensors
         cast, cast_bias = _cast(hidden.dtype, weight, bias)
         grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype, ctx.needs_input_grad[:3])
@@ -258,7 +261,7 @@ class _TargetLogprobs(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 grad /= ctx.temperature
             grads.add(chunk, grad, cast)
-        return grads.hidden, grads.weight, grads.bias, None, None, None
+        return grads.hidden, grads.weight, grads.bias, None, None, None, None
 
 
 class _WeightedNLL(torch.autograd.Function):

@@ -192,8 +192,8 @@ class VLLMBackend(Settings):
     rest, or 1 with portable numerics."""
     enable_prefix_caching: bool | None = None
     """Take the keys and values of a prompt's beginning from an earlier request, such as another completion of the same
-    prompt. Default: where that changes no bit (CPU, float32, short contexts). True: always, and last bits of a logprob
-    may change; false: never."""
+    prompt. Default: where that changes no bit (one CPU thread, float32, short contexts). True: always, and last bits of
+    a logprob may change; false: never."""
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference, in nats, between engine and trainer logprobs that a weight update may show; default: 2e-3 in
     float32, 5e-2 in half precision."""
@@ -218,11 +218,14 @@ class VLLMBackend(Settings):
         """Whether one CPU thread computes; several divide a step's rows among themselves by the whole batch."""
         if probe_device() != "cpu":
             return False
-        if self.fixed_threads is None:
-            # What vLLM leaves free by itself: one core, unless its environment says otherwise.
-            chooses = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto"
-            return usable_cores() - int(chooses and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ) <= 1
-        return self.fixed_threads == 1
+        if self.fixed_threads is not None:
+            return self.fixed_threads == 1
+        bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+        if bound == "nobind" and "OMP_NUM_THREADS" in os.environ:
+            return os.environ["OMP_NUM_THREADS"] == "1"
+        # By itself vLLM leaves one core free. It counts no hyperthreads, so there may be fewer threads than this.
+        is_free = bound == "auto" and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ
+        return usable_cores() - int(is_free) <= 1
 
     @property
     def batch_invariant(self) -> bool:
@@ -243,7 +246,9 @@ class VLLMBackend(Settings):
             **({} if self.fixed_threads is None else {"num_threads": self.fixed_threads}),
             **numerics_identity(),
         }
-        if (probe_device(), self.concrete_dtype) == ("cpu", "float32"):
+        # Where the machine decides how many threads there are, its number is no part of what counts as done.
+        several = self.num_threads is not None and self.num_threads > 1
+        if (probe_device(), self.concrete_dtype) == ("cpu", "float32") and not several:
             return named
         return {**named, "max_num_seqs": self.max_num_seqs, "batch_invariant": self.batch_invariant}
 

@@ -3,9 +3,9 @@
 The engine is a child process of this one and dies with it. Requests are fed as room appears, so the engine never runs
 dry, and token ids are decoded in batches as completions finish rather than token by token.
 
-Bitwise repeatability: on a CPU in float32, eager, with a seed per request, and with prefix caching only where a hit
-changes no bit, a request's tokens and logprobs do not depend on its batch. On a GPU that takes vLLM's batch-invariant
-mode (``VLLM_BATCH_INVARIANT=1``).
+Bitwise repeatability: on one thread of a CPU in float32, eager, with a seed per request, and with prefix caching only
+where a hit changes no bit, a request's tokens and logprobs do not depend on its batch. On a GPU that takes vLLM's
+batch-invariant mode (``VLLM_BATCH_INVARIANT=1``).
 """
 
 from __future__ import annotations

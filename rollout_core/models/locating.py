@@ -451,7 +451,8 @@ def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> Model
 def mark_of_source(source: ModelSource, base: Path) -> ContentId | None:
     """`mark_of` the files of ``source``, which is then a folder here, as it is, without an adapter; None for others."""
     folder, tokenizer = base / source.uri, base / (source.tokenizer or source.uri)
-    if source.adapter is not None or source.changes_template or not folder.is_dir() or not tokenizer.is_dir():
+    is_changed = source.adapter is not None or source.changes_template
+    if is_changed or source.revision is not None or not folder.is_dir() or not tokenizer.is_dir():
         return None
     return mark_of(model_files(folder, tokenizer))
 

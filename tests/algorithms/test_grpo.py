@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rollout_core.algorithms import on_policy_updates
+from rollout_core.algorithms import on_policy, on_policy_updates
 from rollout_core.algorithms.context import HeldStates, UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
 from rollout_core.algorithms.on_policy import GRPO, PPO, RewardParts, assign_credit, compare_groups, scaled_advantages
@@ -258,7 +258,8 @@ def test_a_group_that_teaches_nothing_is_computed_without_gradient_and_changes_n
         parts = learner.minibatches(0)
         results = [learner.loss(part, parts) for part in parts]
         for result in results:
-            if result.loss.requires_grad:
+            assert result.loss.requires_grad is result.learned
+            if result.learned:
                 result.loss.backward()
         figures = [{name: float(value) for name, (value, _) in result.metrics.items()} for result in results]
         gradients = [parameter.grad for parameter in policy.parameters()]
@@ -305,6 +306,51 @@ def test_a_group_of_cut_completions_alone_is_computed_without_gradient_where_the
     policy = Policy(load_causal_lm(tiny_model))
     batch, _ = compare_groups(policy, None, build_batch(items), grpo_settings(truncated="mask"), device=CPU)
     assert batch.learned is not None and batch.learned.tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("correction", [None, ImportanceCorrection()])
+def test_an_update_ends_the_same_with_and_without_the_backward_pass_of_what_teaches_nothing(
+    correction, tiny_model, tmp_path, monkeypatch
+):
+    """Two passes of two steps of two minibatches, each a group; of the four groups two have equal rewards."""
+    items = trajectories(load_causal_lm(tiny_model), drift=0.2)
+    items = without_signal([*items, *items], 0)
+    items = without_signal(items, 3)
+    changes = {"optimizer": OptimizerConfig(kind="sgd", lr=1e-2), "epochs": 2, "correction": correction}
+    settings = grpo_settings(minibatch_size=GROUP, gradient_accumulation=2, prompts_per_iteration=4, **changes)
+    backward, plain = [], torch.Tensor.backward
+
+    def noted(loss: torch.Tensor, *args, **options) -> None:
+        backward.append(loss)
+        plain(loss, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "backward", noted)
+
+    def weights_after(name: str) -> dict[str, torch.Tensor]:
+        backward.clear()
+        place = update_context(tmp_path / name)
+        model = place.objects.put_tree(tiny_model)
+        scores, samples = file_scores(place.objects, items)
+        checkpoint = on_policy_updates.grpo_update(model, None, model, scores, samples, settings, place)
+        assert len(place.objects.get_bytes(checkpoint.metrics).splitlines()) == 4
+        return load_causal_lm(place.model(checkpoint.model)).state_dict()
+
+    found = weights_after("some")
+    assert len(backward) < 8
+    monkeypatch.setattr(on_policy, "_learned", lambda *args: None)
+    expected = weights_after("all")
+    assert len(backward) == 8
+    before = load_causal_lm(tiny_model).state_dict()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
+    assert any(not torch.equal(found[name], before[name]) for name in found)
+
+
+def test_several_processes_compute_all_with_a_gradient(tiny_model, monkeypatch):
+    monkeypatch.setattr(on_policy, "world_size", lambda: 2)
+    items = without_signal(trajectories(load_causal_lm(tiny_model)), 0)
+    batch, _ = compare_groups(Policy(load_causal_lm(tiny_model)), None, build_batch(items), grpo_settings(), device=CPU)
+    assert batch.learned is None
 
 
 def test_a_step_in_which_nothing_is_learned_moves_weights_by_the_optimizers_moments_alone(tiny_model, tmp_path):

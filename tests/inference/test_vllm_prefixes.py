@@ -48,6 +48,8 @@ THREADS_BY_DEFAULT = [
     (3, {}, False),
     (2, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, False),
     (2, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, False),
+    (1, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "4"}, False),
+    (4, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}, True),
 ]
 
 
@@ -156,12 +158,14 @@ def test_what_a_default_decides_is_no_part_of_what_counts_as_done():
 @pytest.mark.parametrize(("cores", "environment", "alone"), THREADS_BY_DEFAULT)
 def test_an_engine_of_several_threads_is_not_batch_invariant(cores, environment, alone, monkeypatch):
     """vLLM divides rows and keys of a step among its threads by the whole batch, and leaves one core free by itself."""
-    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert VLLMBackend().batch_invariant is VLLMBackend().is_single_threaded is alone
     assert VLLMBackend(num_threads=1).batch_invariant and not VLLMBackend(num_threads=2).batch_invariant
-    # What counts as done does not depend on the machine's cores.
-    assert "num_threads" not in identity(VLLMBackend())
+    # What counts as done does not depend on the machine's cores, but on a number that is set.
+    assert {"num_threads", "max_num_seqs"}.isdisjoint(identity(VLLMBackend()))
+    assert identity(VLLMBackend(num_threads=1)) == identity(VLLMBackend(num_threads=1, max_num_seqs=8))
+    assert identity(VLLMBackend(num_threads=2)) != identity(VLLMBackend(num_threads=2, max_num_seqs=8))
