@@ -84,7 +84,7 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
     )
 
 
-@stage(version=1)
+@stage(version=2)
 def round_weights(model: ContentId, base: ContentId) -> Model:
     """A trained model with its weights in the dtype of ``base``, which its training began with."""
     rounded = in_precision_of(model, base, current_stage().objects, connections.cache_folder())

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollout_core.base.ids import hash_bytes
 from rollout_core.models.precision import OutOfRange, cast_model, in_precision_of, stored_dtype
 from rollout_core.objects import ObjectStore
 
@@ -76,6 +77,61 @@ def test_a_weight_is_rounded_or_refused_and_what_is_not_finite_stays(
     shutil.rmtree(folder)
 
 
+def cast(folder: Path, numbers: torch.Tensor, dtype: str, name: str = "weights") -> torch.Tensor:
+    """What `cast_model` makes of the tensor ``name``, by chance."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({name: numbers}, folder / "model.safetensors")
+    cast_model(folder, folder, dtype, stochastic=True)
+    return load_file(folder / "model.safetensors")[name]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.sampled_from(["bfloat16", "float16"]))
+def test_by_chance_a_number_becomes_one_of_the_two_beside_it(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[float], dtype: str
+):
+    kind = getattr(torch, dtype)
+    weights = torch.tensor(numbers)
+    if not weights.isfinite().equal(weights.to(kind).isfinite()):
+        return  # refused as without chance, which is tested above
+    folder = tmp_path_factory.mktemp("folder") / "model"
+    found = cast(folder, weights, dtype)
+    assert found.dtype == kind
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(kind).float()
+    every = every[every.isfinite()].unique()  # sorted
+    for number, rounded in zip(weights, found.float(), strict=True):
+        if number.isfinite():
+            below, above = every[every <= number], every[every >= number]
+            assert rounded.item() in {*below[-1:].tolist(), *above[:1].tolist()}, (number, rounded)
+        else:
+            assert rounded.equal(number) or (number.isnan() and rounded.isnan())
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_by_chance_the_mean_is_what_was_trained(tmp_path: Path, dtype: str, sign: float):
+    """Weights of 0.1 that training moved by a tenth of the distance to the next number: the nearest is none of it."""
+    start = torch.full((200_000,), 0.1).to(getattr(torch, dtype)).float() * sign
+    step = 2.0 ** (-4 - {"bfloat16": 7, "float16": 10}[dtype])
+    for number, share in enumerate((0.1, -0.1, 0.5, 0.9, 0.0)):
+        found = cast(tmp_path / str(number), start + share * step, dtype).float()
+        moved = (found - start) / step
+        assert set(moved.unique().tolist()) <= {0.0, 1.0, -1.0}
+        assert float(moved.mean()) == pytest.approx(share, abs=0.005), "4 standard deviations"
+    nothing = torch.zeros(1_000)
+    assert cast(tmp_path / "zeros", nothing, dtype).float().equal(nothing)
+
+
+def test_by_chance_is_the_same_every_time_and_another_for_each_tensor(tmp_path: Path):
+    numbers = torch.arange(1, 5_001) / 5_000
+    first = cast(tmp_path / "first", numbers, "bfloat16", "a")
+    assert cast(tmp_path / "again", numbers, "bfloat16", "a").equal(first)
+    assert not cast(tmp_path / "other", numbers, "bfloat16", "b").equal(first)
+    assert hash_bytes(first.view(torch.int16).numpy().tobytes()).startswith("a449ea9ce718"), "on any machine"
+
+
 def test_what_has_nothing_to_be_rounded_to_stays_as_it_is(
     objects: ObjectStore, tiny_model: Path, half_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -99,7 +155,10 @@ def test_what_has_nothing_to_be_rounded_to_stays_as_it_is(
     for base in (plain, untold, quantized):
         assert in_precision_of(plain, base, objects, cache) == plain
     assert in_precision_of(half, half, objects, cache) == half
-    assert in_precision_of(plain, half, objects, cache) == in_precision_of(untold, half, objects, cache) == half
+    cast_model(tiny_model, tmp_path / "by chance", "bfloat16", stochastic=True)
+    rounded_model = objects.put_tree(tmp_path / "by chance")
+    assert in_precision_of(plain, half, objects, cache) == rounded_model
+    assert in_precision_of(untold, half, objects, cache) == rounded_model
     # Where only the small files are left, config.json has to do.
     [weights] = [file.content_id for file in objects.manifest(half).files if file.path.endswith(".safetensors")]
     kept = objects.get_bytes(weights)
@@ -110,7 +169,7 @@ def test_what_has_nothing_to_be_rounded_to_stays_as_it_is(
     # What config.json names is not what the weights have: computed in bfloat16, trained in float32.
     masters = objects.put_tree(with_config(dtype="bfloat16"))
     assert stored_dtype(objects, masters) == "float32"
-    assert in_precision_of(masters, half, objects, cache) == half
+    assert in_precision_of(masters, half, objects, cache) == rounded_model
     nested = objects.put_tree(with_config(text_config={"dtype": "float32"}))
     rounded = objects.manifest(in_precision_of(nested, half, objects, cache))
     [config] = [objects.get_json(file.content_id) for file in rounded.files if file.path == "config.json"]

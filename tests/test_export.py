@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.models.precision import in_precision_of
+from rollout_core.models.precision import cast_model, in_precision_of
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.records import Lineage, record_lineage
@@ -107,11 +107,12 @@ def test_a_trained_model_is_exported_in_the_precision_of_its_base(
         found = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto")
         assert found.dtype == getattr(torch, expected)
     assert rollout("export", trained, str(tmp_path / "own")).exit_code == 0
-    assert weights_of(tmp_path / "own") == weights_of(half_model) != weights_of(tmp_path / "stored")
+    cast_model(tiny_model, tmp_path / "by chance", "bfloat16", stochastic=True)
+    assert weights_of(tmp_path / "own") == weights_of(tmp_path / "by chance") != weights_of(tmp_path / "stored")
     assert "| weights | bfloat16 in this folder, another dtype" in (tmp_path / "own" / "README.md").read_text()
 
     rounded = in_precision_of(trained, base, objects, tmp_path / "cache")
-    assert rounded == base  # the same model was put from the folder of that dtype
+    assert rounded == objects.put_tree(tmp_path / "by chance")
     later = objects.put_bytes(b"rounded")
     record_lineage(objects, made("round_weights", {"model": trained, "base": base}, later))
     assert [update.stage for update in history_of_model(objects, later).updates] == ["sft_update"]

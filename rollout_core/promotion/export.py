@@ -80,7 +80,8 @@ def export_model(
     with appearing_folder(folder) as temporary:
         objects.get_files(manifest, temporary)
         if history.dtype is not None:
-            cast_model(temporary, temporary, history.dtype)
+            # As `round_weights` does it, so that the files are those of the model that was promoted.
+            cast_model(temporary, temporary, history.dtype, stochastic=bool(history.updates))
         _name_ends(temporary)
         (temporary / CARD).write_text(model_card(history, title), encoding="utf-8")
         (temporary / RECORDS).write_text(json.dumps(_records(history), indent=2), encoding="utf-8")
