@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import lineage_of
@@ -157,12 +157,15 @@ def _cast_file(source: Path, target: Path, dtype: str, stochastic: bool) -> None
 
 def _round_by_chance(numbers: Any, nearest: Any, name: str) -> None:
     """Move some of ``nearest`` [K], which ``numbers`` [K] float32 are rounded to in a float type of 16 bits, to the
-    number at the other side, so that the mean over all draws is ``numbers``. What is drawn follows from ``name``."""
+    number at the other side, so that the mean over all draws is ``numbers``. What is drawn follows from the tensor.
+
+    From its numbers too: drawn by ``name`` alone, the same weights would be moved every night, and others never.
+    """
     import numpy as np
     import torch
 
-    key = int.from_bytes(hash_bytes(name.encode()).encode()[:16], "little")
-    draws = np.random.Philox(key=key)
+    drawn_by = content_id("rounding/1", [name, hash_bytes(numbers.numpy().tobytes())])
+    draws = np.random.Philox(key=int(drawn_by[:32], 16))
     for start in range(0, len(numbers), _DRAWN_AT_ONCE):
         wanted, found = (tensor[start : start + _DRAWN_AT_ONCE] for tensor in (numbers, nearest))
         raw = draws.random_raw(-(-len(wanted) // 4)).view(np.uint16)[: len(wanted)]
