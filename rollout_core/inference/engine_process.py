@@ -95,6 +95,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     from rollout_core.inference import vllm_worker  # noqa: F401 - it changes how vLLM's layers compute
 
     WorkerProc.worker_main = staticmethod(worker_main)
+    sleep_while_waiting()
     EngineCoreProc.run_engine_core(*args, **kwargs)
 
 
@@ -103,10 +104,29 @@ def worker_main(*args: Any, **kwargs: Any) -> None:
     from rollout_core.inference import vllm_worker
 
     vllm_worker.prepare_worker()
+    sleep_while_waiting()
 
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     WorkerProc.worker_main(*args, **kwargs)
+
+
+def sleep_while_waiting() -> None:
+    """On a CPU, have this engine process sleep until the other one has written, from a second after its start on.
+
+    vLLM's two processes exchange a message a step, and spin for a second after each message before they sleep. On a CPU
+    a step is long, and the core that the waiting process spins on is one that could compute. In the first second they
+    spin still, since a notification that is sent before the reader's socket is connected is lost.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        SpinCondition.record_read = _forget_read
+
+
+def _forget_read(self: Any) -> None:
+    """In place of noting when a message was read, which begins a second of spinning."""
 
 
 def _end_with_owner() -> None:

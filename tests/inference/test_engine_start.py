@@ -21,7 +21,7 @@ import pytest
 from rollout_core.base.errors import Fatal
 from rollout_core.base.locks import SCRATCH_PREFIX, sweep
 from rollout_core.inference.engines import start_in_time
-from tests.store.patience import LONG
+from tests.store.patience import LONG, wait_until
 
 ENGINE = """
 import os, sys
@@ -233,3 +233,36 @@ def test_a_start_raises_what_it_raises_and_gives_what_it_gives():
     assert start_in_time(lambda: 5, 10.0) == 5
     with pytest.raises(ValueError, match="as it is"):
         start_in_time(fail, 10.0)
+
+
+def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch, tmp_path):
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    from rollout_core.inference.engine_process import sleep_while_waiting
+
+    monkeypatch.setattr(SpinCondition, "record_read", SpinCondition.record_read)
+    sleep_while_waiting()
+    with zmq.Context() as context:
+        address = f"ipc://{tmp_path}/notify"
+        writer = SpinCondition(is_reader=False, context=context, notify_address=address)
+        reader = SpinCondition(is_reader=True, context=context, notify_address=address)
+        try:
+            reader.wait(timeout_ms=1)  # spins, as its socket may not be connected yet
+            assert not reader.poller.poll(timeout=0)
+            wait_until(lambda: time.monotonic() > reader.last_read + reader.busy_loop_s)
+            reader.record_read()
+            has_written = threading.Event()
+
+            def write() -> None:
+                has_written.set()
+                writer.notify()
+
+            threading.Timer(0.1, write).start()
+            reader.wait(timeout_ms=round(1000 * LONG))
+            assert has_written.is_set()  # one that spins returns before
+        finally:
+            for end in (writer, reader):
+                end.local_notify_socket.close(0)
+            reader.read_cancel_socket.close(0)
+            reader.write_cancel_socket.close(0)
