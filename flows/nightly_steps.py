@@ -34,6 +34,7 @@ from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.evidence import Divergence, GuardReports
 from rollout_core.rewards.source_ids import source_id
+from rollout_core.runs.samples import shown_prompt
 from tasks import connections
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
@@ -107,7 +108,7 @@ def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleCo
     chosen = dict.fromkeys([*order[:half], *range(min(half, len(samples)))])
     return [
         SampleComparison(
-            prompt=samples[row].prompt if isinstance(samples[row].prompt, str) else json.dumps(samples[row].prompt),
+            prompt=shown_prompt(samples[row].prompt),
             completions=tuple(text[row] for text in texts),
             rewards=tuple(score[row] for score in scores),
         )

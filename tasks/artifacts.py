@@ -46,6 +46,7 @@ def draw_curve(
             axes.axhline(level, linestyle="--", linewidth=1.0, color="grey")
             place = {"xycoords": ("axes fraction", "data"), "xytext": (-3, 2), "textcoords": "offset points"}
             axes.annotate(name, (1.0, level), **place, ha="right", va="bottom", fontsize=8)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # steps, of which there is no half
         axes.grid(alpha=0.25)
         if len(series) > 1:
             axes.legend(frameon=False)

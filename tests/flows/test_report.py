@@ -14,6 +14,7 @@ from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
+from rollout_core.runs.samples import shown_prompt
 from tasks.logs import StageEntry
 from tests.evaluations import evaluation
 
@@ -124,3 +125,16 @@ def test_a_report_is_written_though_storage_is_away_for_a_moment(monkeypatch):
     assert figure_of_steps(objects, trained, "loss") == [2.0]
     assert [shown.rewards for shown in compare_samples(objects, judged)] == [(1.0,)]
     assert picture(objects, Curve("loss", [2.0, 1.0], "step"), "Loss").startswith(b"\x89PNG")
+
+
+def test_a_conversation_is_shown_as_people_read_it():
+    talk = [
+        {"role": "user", "content": "What is 17 - 5?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "minus"}}]},
+        {"role": "tool", "content": "12"},
+    ]
+    assert shown_prompt(talk) == ('user: What is 17 - 5?\n\nassistant: [{"function": {"name": "minus"}}]\n\ntool: 12')
+    assert shown_prompt([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == (
+        'user: [{"type": "text", "text": "a"}]'
+    )
+    assert shown_prompt("sort 2 1 =") == "sort 2 1 ="

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_core.base.errors import Fatal
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.locks import SCRATCH_PREFIX, sweep
 from rollout_core.inference.engines import start_in_time
 from tests.store.patience import LONG, wait_until
@@ -235,6 +236,49 @@ def test_a_start_raises_what_it_raises_and_gives_what_it_gives():
         start_in_time(fail, 10.0)
 
 
+def test_an_engine_process_that_vllm_does_not_take_ends():
+    from rollout_core.inference.engine_process import EngineProcess, started_ahead
+
+    def running() -> list[EngineProcess]:
+        return [child for child in multiprocessing.active_children() if isinstance(child, EngineProcess)]
+
+    with pytest.raises(ConfigError), started_ahead({}):
+        [process] = running()
+        raise ConfigError("no such model")
+    assert running() == [] and process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.engine
+def test_vllm_makes_and_starts_its_engine_process_as_is_expected_here():
+    """What `EngineProcess.take` and the fork of the worker stand on: where another release does it in another way, an
+    engine does not start."""
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    from rollout_core.inference.engine_process import MAKES_PROCESSES
+
+    assert getattr(multiproc_executor, MAKES_PROCESSES) is get_mp_context
+    assert MAKES_PROCESSES in vars(utils)
+
+
+@pytest.mark.parametrize(("cores", "own", "threads"), [(1, None, "1"), (2, None, "1"), (3, None, None), (2, "0", None)])
+def test_an_engine_of_one_thread_is_bound_to_no_core(monkeypatch, cores, own, threads):
+    """vLLM would bind those of all runs of a machine to its first core."""
+    from rollout_core.config import VLLMBackend, inference
+    from rollout_core.inference.vllm_backend import BINDING, THREADS, _environment
+
+    monkeypatch.setattr(inference, "usable_cores", lambda: cores)
+    for name in (BINDING, THREADS):
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(BINDING, own)
+    found = _environment(VLLMBackend(), "cpu")
+    assert (found.get(THREADS), found.get(BINDING)) == (threads, threads and "nobind")
+    assert _environment(VLLMBackend(num_threads=2), "cpu")[THREADS] == "2"
+    assert _environment(VLLMBackend(num_threads=2), "cuda") == {}
+
+
 def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch, tmp_path):
     import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -258,9 +302,12 @@ def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch,
                 has_written.set()
                 writer.notify()
 
-            threading.Timer(0.1, write).start()
+            later = threading.Timer(0.1, write)
+            later.start()
             reader.wait(timeout_ms=round(1000 * LONG))
-            assert has_written.is_set()  # one that spins returns before
+            has_waited = has_written.is_set()  # one that spins returns before
+            later.join()  # a socket is closed by nobody while another thread sends
+            assert has_waited
         finally:
             for end in (writer, reader):
                 end.local_notify_socket.close(0)
