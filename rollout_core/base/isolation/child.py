@@ -420,7 +420,8 @@ class _Output:
             self._on_line(text[:LINE_CHARACTERS])
 
 
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 600.0
+"""After a call. Longer than an iteration of training, which asks once and would otherwise wait for a start each time."""
 
 
 class KeptChild:
