@@ -87,6 +87,8 @@ def _correct_environment() -> None:
 # unpickles what it runs, and `parent_process` only after that.
 if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
     signal_at_parents_end(signal.SIGKILL)
+    # Ctrl-C in a terminal is its owner's to answer; until vLLM sets its own handlers, traces of imports would be shown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     collect_seldom()
     _correct_environment()
     # vLLM still takes over that its owner's was not configured, and then warns whatever its level is, with each update
