@@ -6,7 +6,8 @@ there.
 
 Most of an engine's start on a CPU is imports: of the owner, of the engine's process, and of its worker, 10 s each and
 one after the other as vLLM has it. Here the engine's process starts before its owner imports vLLM, so both import at
-the same time; and the worker is a fork of the engine's process, which has imported all that it needs.
+the same time; and where the number of threads is known, as with one, the worker is a fork of the engine's process,
+which has imported all that it needs.
 
 Outside its processes a killed engine leaves sockets and segments of shared memory. Sockets are put into a scratch
 folder, and segments are noted there by name, so that whoever sweeps scratch folders of dead processes removes both.
@@ -20,6 +21,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,12 +77,13 @@ def _note_segments(folder: Path) -> None:
 
 
 def _correct_environment() -> None:
-    """Have here what differs from the owner's environment."""
+    """Set what an engine's process needs otherwise than its owner: logging is configured, and nothing is compiled on a
+    CPU."""
     # The owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
     os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
     if os.environ.get(EAGER):
         # vLLM compiles a function of its sampler though it is to be eager, which takes 5 s of the first token.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 # vLLM's own names: an owner may be a child process itself, such as a Dask worker. A child has its name before it
@@ -104,13 +107,19 @@ class EngineProcess(SpawnProcess):
     arguments for it."""
 
     is_taken = False
+    has_arguments = False
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         arguments, sender = multiprocessing.Pipe(duplex=False)
         super().__init__(target=_await_arguments, args=(arguments,), name="EngineCore")
-        super().start()
-        arguments.close()
-        self._sender = sender  # not earlier, or the process would have it too, and never learn that this one ended
+        try:
+            with arguments, in_environment(environment):
+                super().start()
+        except BaseException:
+            sender.close()
+            raise
+        # Not earlier: the process would have these too, and with the sender never learn that this one ended.
+        self._sender, self._own = sender, environment
         self._given: dict[str, Any] = {}
 
     def take(self, *, target: Any, name: str, kwargs: dict[str, Any]) -> EngineProcess:
@@ -120,10 +129,10 @@ class EngineProcess(SpawnProcess):
         return self
 
     def start(self) -> None:
-        """As vLLM starts one. It gets the environment as it is now."""
-        with suppress(BrokenPipeError):  # vLLM looks whether it lives
-            self._sender.send((dict(os.environ), self._given))
-        self._sender.close()
+        """As vLLM starts one. It gets the environment as it is now, with its own variables."""
+        with self._sender, suppress(BrokenPipeError):  # of one that has died; vLLM looks whether it lives
+            self._sender.send((os.environ | self._own, self._given))
+        self.has_arguments = True
 
 
 def _await_arguments(arguments: Connection) -> None:
@@ -154,15 +163,14 @@ _ahead: ContextVar[EngineProcess | None] = ContextVar("rollout_engine_ahead", de
 @contextmanager
 def started_ahead(environment: Mapping[str, str]) -> Iterator[None]:
     """Start the process of the engine that vLLM starts inside the block, with these variables beside this process's
-    own. What vLLM does not take ends with the block."""
-    with in_environment(environment):
-        process = EngineProcess()
+    own. One that vLLM has not started then ends with the block."""
+    process = EngineProcess(environment)
     token = _ahead.set(process)
     try:
         yield
     finally:
         _ahead.reset(token)
-        if not process.is_taken:
+        if not process.has_arguments:
             process.kill()
             process.join()
 
@@ -213,16 +221,22 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def _has_its_workers_threads() -> bool:
-    """Whether the thread pool that this process would make is the one that its worker needs. It has none until it
-    computes, which it leaves to the worker, so a fork of it makes its own; a pool would not survive."""
+    """Whether this process has the number of threads, and the cores, that its worker is to have, so that it may fork
+    it. It never computes, so it has no thread pool yet, and its fork makes one. An existing pool would not survive."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu() and THREADS in os.environ and os.environ.get(BINDING) == "nobind"
+    is_known = THREADS in os.environ and os.environ.get(BINDING) == "nobind"
+    return sys.platform == "linux" and current_platform.is_cpu() and is_known
 
 
 def worker_main(*args: Any, **kwargs: Any) -> None:
     """What the engine's worker process runs, in which the model computes."""
-    signal_at_parents_end(signal.SIGKILL)  # a fork has not asked for it yet
+    # A fork has not asked for it yet, and its engine may have ended before. It holds the engine's end of the pipe by
+    # which the owner notices that end, so a fork that stayed would have the owner wait.
+    signal_at_parents_end(signal.SIGKILL)
+    engine = multiprocessing.parent_process()
+    if engine is not None and os.getppid() != engine.pid:
+        os._exit(1)
     from rollout_core.inference import vllm_worker
 
     vllm_worker.prepare_worker()

@@ -310,18 +310,19 @@ def start_in_time(start: Callable[[], T], timeout_seconds: float) -> T:
     before = children()
     future = in_thread(start)
     deadline = time.monotonic() + timeout_seconds
-    while not wait([future], timeout=POLL_SECONDS).done:
-        if is_stopping():
-            kill_children(but=before)
+    try:
+        while not wait([future], timeout=POLL_SECONDS).done:
             raise_if_stopping("the start of the engine")
-        if time.monotonic() > deadline:
-            _show_stacks(timeout_seconds)
-            kill_children(but=before)
-            raise Fatal(
-                f"the engine did not start within {timeout_seconds:g} s; stacks are in the log and on stderr. "
-                "A large model on a slow disk may need longer: raise backend.start_timeout_seconds. Otherwise run "
-                "again; what is finished is kept"
-            )
+            if time.monotonic() > deadline:
+                _show_stacks(timeout_seconds)
+                raise Fatal(
+                    f"the engine did not start within {timeout_seconds:g} s; stacks are in the log and on stderr. "
+                    "A large model on a slow disk may need longer: raise backend.start_timeout_seconds. Otherwise run "
+                    "again; what is finished is kept"
+                )
+    except BaseException:  # Ctrl-C as well, in a program that does not use rollout's signal handlers
+        kill_children(but=before)
+        raise
     return future.result()
 
 

@@ -17,7 +17,7 @@ import math
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import check_numerics, is_portable_here, probe_device
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import ContentId
-from rollout_core.base.processes import in_environment
 from rollout_core.base.settings import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.config.inference import CPU_BLOCK_SIZE
@@ -91,8 +90,11 @@ class VLLMEngine(GathersStream):
         check_numerics(self._dtype)
         environment = _environment(config, self._device)
         has_process = self._device == "cpu" and importlib.util.find_spec("vllm") is not None
-        with started_ahead(environment) if has_process else nullcontext():
-            llm = self._start_with(environment, model)
+        try:
+            with started_ahead(environment) if has_process else nullcontext():
+                llm = self._start_with(model)
+        except OSError as error:
+            raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
         engine_core: Any = llm.llm_engine.engine_core
         threading.Thread(target=_wake_at_death, args=[engine_core], daemon=True).start()
         # Its first tokens belong to its start, which may build kernels.
@@ -101,7 +103,7 @@ class VLLMEngine(GathersStream):
             _refuse_long_contexts(llm)
         return llm
 
-    def _start_with(self, environment: Mapping[str, str], model: ModelRef) -> LLM:
+    def _start_with(self, model: ModelRef) -> LLM:
         config = self._config
         try:
             end_with_owner()
@@ -129,21 +131,20 @@ class VLLMEngine(GathersStream):
             self._caches_prefixes = self._decides_to_cache(model)
             if self._caches_prefixes and self._device == "cpu":
                 options["block_size"] = CPU_BLOCK_SIZE
-            with in_environment(environment):
-                return start_vllm(
-                    model.folder,
-                    dtype=self._dtype,
-                    max_model_len=config.max_model_len,
-                    max_num_seqs=config.max_num_seqs,
-                    tensor_parallel_size=config.tensor_parallel_size,
-                    enable_prefix_caching=self._caches_prefixes,
-                    enforce_eager=self._device == "cpu",
-                    # The behaviour policy's own distribution (after temperature): what a learner compares with.
-                    logprobs_mode="processed_logprobs",
-                    disable_log_stats=True,
-                    use_tqdm_on_load=False,
-                    **options,
-                )
+            return start_vllm(
+                model.folder,
+                dtype=self._dtype,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                tensor_parallel_size=config.tensor_parallel_size,
+                enable_prefix_caching=self._caches_prefixes,
+                enforce_eager=self._device == "cpu",
+                # The behaviour policy's own distribution (after temperature): what a learner compares with.
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **options,
+            )
         except ConfigError:
             raise
         except (ValueError, RuntimeError, OSError) as error:

@@ -174,9 +174,7 @@ def shown_prompt(prompt: Any) -> str:
 def _text_of(message: Mapping[str, Any]) -> str:
     """What a message says, and then the tools that it calls."""
     said = [message.get("content"), message.get("tool_calls")]
-    return "\n".join(
-        part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said if part is not None
-    )
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said if part)
 
 
 def compare_held_out(

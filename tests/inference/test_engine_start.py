@@ -115,6 +115,28 @@ def short_folder() -> Iterator[Path]:
 
 
 @pytest.mark.engine
+def test_ctrl_c_while_an_engine_starts_ends_the_program_and_its_engine(small, tmp_path, start_process, short_folder):
+    process = start_process(str(program(tmp_path)), str(small.folder), env={"TMPDIR": str(short_folder)})
+    owner = psutil.Process(process.pid)
+    wait_until(lambda: process.poll() is not None or engines_of(owner))
+    engine = engines_of(owner)
+    assert len(engine) == 1
+    # It has begun to import what it runs, and leaves Ctrl-C to its owner.
+    wait_until(lambda: "vllm" in " ".join(part.path for part in memory_of(engine[0])) or not engine[0].is_running())
+    for each in (*engine, owner):
+        each.send_signal(signal.SIGINT)
+    process.wait(timeout=LONG)
+    assert process.returncode != 0
+    assert psutil.wait_procs(engine, timeout=LONG)[1] == []
+
+
+def engines_of(owner: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [each for each in spawned_by(owner) if "resource_tracker" not in " ".join(each.cmdline())]
+    return []
+
+
+@pytest.mark.engine
 def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_path, start_process, short_folder):
     process = start_process(str(program(tmp_path)), str(small.folder), env={"TMPDIR": str(short_folder)})
     owner = psutil.Process(process.pid)
@@ -279,6 +301,7 @@ def test_an_engine_of_one_thread_is_bound_to_no_core(monkeypatch, cores, own, th
     assert _environment(VLLMBackend(num_threads=2), "cuda") == {}
 
 
+@pytest.mark.engine
 def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch, tmp_path):
     import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition

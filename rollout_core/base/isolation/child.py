@@ -421,7 +421,7 @@ class _Output:
 
 
 IDLE_SECONDS = 600.0
-"""After a call. Longer than an iteration of training, which asks once and would otherwise wait for a start each time."""
+"""How long a child without calls is kept: longer than an iteration of training, which asks once each time."""
 
 
 class KeptChild:
