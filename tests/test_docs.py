@@ -222,5 +222,12 @@ def test_every_environment_variable_that_the_product_reads_is_among_the_settings
     assert {name for name in read - internal if name.rstrip("_") not in settings} == set()
 
 
-INTERNAL = {"ROLLOUT_ENGINE_FILES", "ROLLOUT_POOL", "ROLLOUT_PROJECT", "ROLLOUT_SORT", "ROLLOUT_SUPERVISOR"}
+INTERNAL = {
+    "ROLLOUT_ENGINE_EAGER",
+    "ROLLOUT_ENGINE_FILES",
+    "ROLLOUT_POOL",
+    "ROLLOUT_PROJECT",
+    "ROLLOUT_SORT",
+    "ROLLOUT_SUPERVISOR",
+}
 """What one process of ours sets for another, and names that are no variables."""
