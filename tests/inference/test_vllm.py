@@ -7,7 +7,9 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from alike import GREEDY, PROMPTS, TOLERANCE, assert_alike, requests
@@ -17,6 +19,7 @@ from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
 from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.engine_process import EngineProcess
 from rollout_core.inference.hf import TransformersEngine, _distribution
 from rollout_core.models.pretrained import load_causal_lm
 from tests.padding import pad_vocabulary
@@ -40,6 +43,16 @@ def test_a_plan_knows_the_head_sizes_that_vllm_takes_on_a_cpu():
     from rollout_core.plans.plan import CPU_HEAD_SIZES
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
+def test_its_process_is_the_one_started_ahead_and_its_worker_a_fork_of_that(vllm_engine):
+    """Where another release of vLLM starts them in another way, nothing but the time would show it."""
+    [process] = vllm_engine._llm.llm_engine.engine_core.resources.engine_manager.processes
+    assert isinstance(process, EngineProcess)
+    [worker] = [child for child in psutil.Process(process.pid).children() if child.name().startswith("VLLM")]
+    # A program that is started anew is mapped to other addresses.
+    first, second = (Path(f"/proc/{pid}/maps").read_text().split()[0] for pid in (process.pid, worker.pid))
+    assert first == second
 
 
 def trainer_logprobs(
