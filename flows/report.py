@@ -49,7 +49,7 @@ def picture(objects: ObjectStore | None, curve: Curve, title: str, marks: Mappin
     """PNG of a curve, with ``marks`` as of `draw_curve`; kept in ``objects``, where the same is not drawn twice."""
     # Not as canonical JSON, which has no NaN: losses may be.
     shown = json.dumps([curve.what, list(curve.values), curve.x_label, title, list((marks or {}).items())])
-    ref = f"{_PICTURE_REFS}/{content_id('picture/1', [version('matplotlib'), shown])}"
+    ref = f"{_PICTURE_REFS}/{content_id('picture/2', [version('matplotlib'), shown])}"
     kept = None if objects is None else retry(lambda: objects.cached_bytes(ref))
     if kept is not None:
         return kept
