@@ -206,7 +206,7 @@ def ppo_update(
     return _learn_on_policy(UpdateJob("ppo", settings, inputs, seed, num_threads, label))
 
 
-@stage(version=4, concurrency="learner", optional=("teacher", "replayed"))
+@stage(version=5, concurrency="learner", optional=("teacher", "replayed"))
 def grpo_update(
     model: ContentId,
     train_state: ContentId | None,

@@ -201,7 +201,7 @@ class PolicyLearner:
 
     def _key(self, experience: Experience) -> ContentId:
         made_from = [self.model, self.train_state, self.reference, experience.model_dump(mode="json")]
-        return content_id("agent-update/2", [self._kind, *made_from, identity(self.settings), self._seed])
+        return content_id("agent-update/3", [self._kind, *made_from, identity(self.settings), self._seed])
 
     @property
     def _kind(self) -> Literal["grpo", "ppo"]:

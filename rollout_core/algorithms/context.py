@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,10 +101,27 @@ class UpdateContext:
 
 
 class HeldStates:
-    """Those below one folder, which ends with the process that made it; other processes of the machine may use it."""
+    """Those below one folder, which ends with the process that made it; other processes of the machine may use it.
+
+    Beside it this process may keep what has the tensors of one of them in memory. A state's files stay what it is: who
+    takes its tensors from memory has everything else from these.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._learner: tuple[ContentId, Hashable, Any] | None = None
+
+    def keep_learner(self, state_id: ContentId, made_for: Hashable, learner: Any) -> None:
+        """Keep what has come to this state, for `take_learner`."""
+        self._learner = (state_id, made_for, learner)
+
+    def take_learner(self, state_id: ContentId | None, made_for: Hashable) -> Any | None:
+        """What was kept, if it was made for the same and the state is held; it is the caller's then. Whatever was kept
+        is kept no longer."""
+        kept, self._learner = self._learner, None
+        if kept is None or state_id is None or kept[:2] != (state_id, made_for) or not self.has(state_id):
+            return None
+        return kept[2]
 
     def hold(self, written: Path, objects: ObjectStore, **about: Any) -> Identified:
         """Take over a state that was ``written`` on the same file system, and note in ``objects`` that it has none.

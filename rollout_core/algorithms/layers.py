@@ -18,6 +18,8 @@ from rollout_core.config import OptimizerConfig
 
 RATE_SCALE = "rate_scale"
 """Key of a group of parameters: its learning rate over that of the schedule."""
+_CHECKPOINTED = "_rollout_checkpointed"
+"""Attribute of a layer's forward that computes twice."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def checkpoint_layers(model: nn.Module, *others: nn.Module) -> None:
 
     transformers' own switch works in training mode only, while most learners here switch dropout off by evaluation
     mode. So the layers that transformers marks for it are wrapped here, whatever the mode.
-    Raises ConfigError for a model without layers that transformers marks for this.
+    Layers that are wrapped stay as they are. Raises ConfigError for a model without layers that transformers marks for
+    this.
     """
     own, *more = (_layers(root) for root in (model, *others))
     if not own:
@@ -81,7 +84,8 @@ def checkpoint_layers(model: nn.Module, *others: nn.Module) -> None:
             f"{type(model).__name__} has no layers that can be checkpointed; set gradient_checkpointing = false"
         )
     for layer in chain(own, *more):
-        layer.forward = _checkpointed(layer.forward)
+        if not hasattr(layer.forward, _CHECKPOINTED):
+            layer.forward = _checkpointed(layer.forward)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,4 +95,5 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
+    setattr(run, _CHECKPOINTED, True)
     return run

@@ -553,7 +553,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
                 "clip_ratio/high_mean": (found.clip_fraction_high, tokens),
                 "clip_ratio/region_mean": (found.clip_fraction, tokens),
                 **({"clip_ratio/dual_mean": (found.clip_fraction_dual, tokens)} if settings.dual_clip else {}),
-                "kl": (found.kl, tokens),
+                **({"kl": (found.kl, tokens)} if settings.kl_coef else {}),
                 "approx_kl": (found.approx_kl, tokens),
                 "entropy": (drawn_entropy(output.logprobs, batch.mask.to(device)), batch.num_actions),
                 # On a batch's first step the weights are the engine's, so there this is what the two disagree by.

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ from rollout_core.algorithms.parallel import (
     load_to_train,
     parts_per_minibatch,
     shard,
+    world_size,
 )
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
-from rollout_core.algorithms.state import TrainState, load_state
+from rollout_core.algorithms.state import TrainState, device_of, load_all_but_tensors, load_state
 from rollout_core.algorithms.training import train_to_end
 from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError, Fatal
@@ -53,12 +55,14 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora
-from rollout_core.models.facts import known_ids
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.facts import known_ids, vocab_size
+from rollout_core.models.pretrained import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 
 VALUES = "value_function"  # "values" is a method of ModuleDict
+_KNOWN_IDS: dict[tuple[ContentId, int], int | None] = {}
+"""`known_ids` by tokenizer and number of outputs, the same in all iterations: a tokenizer takes a second to read."""
 
 
 def ppo_update(
@@ -82,15 +86,8 @@ def ppo_update(
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision, settings.parallel)
     device, settings = accelerator.device, divided(settings)
-    trained = load_on_policy(model, reference, settings, context, device)
-    if settings.values == "head":
-        values = zero_head(trained)
-    elif is_sharded(settings.parallel):  # of weights that are still to be read there is no copy
-        values = ValueModel(load_on_policy(model, reference, settings, context, device).base_model)
-    else:
-        values = ValueModel(copy.deepcopy(trained.base_model))
-    policy = shard(Policy(trained, values, known_ids=known), settings, device)
-    state = _on_policy_state(trained, {VALUES: values}, train_state, settings, context, device)
+    learner = _learner(model, train_state, reference, known, settings, context, device)
+    policy, state = learner.policy, learner.state
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
     options = {"first_step": state.step, "seed": context.seed, "device": device}
     with accelerator.autocast():  # as the loss will be computed
@@ -109,6 +106,7 @@ def ppo_update(
     check_guards(figures, settings, scores)
     options = {"total_steps": settings.total_steps, "figures": lambda: figures}
     checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    learner.keep(checkpoint, context)
     return _with_advantages(checkpoint, algorithm, context.objects)
 
 
@@ -139,9 +137,8 @@ def grpo_update(
     device = accelerator.device
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, data_ranks())
     settings = divided(settings)
-    trained = load_on_policy(model, reference, settings, context, device)
-    policy = shard(Policy(trained, known_ids=known), settings, device)
-    state = _on_policy_state(trained, {}, train_state, settings, context, device)
+    learner = _learner(model, train_state, reference, known, settings, context, device)
+    policy, state = learner.policy, learner.state
     batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
     options: dict[str, Any] = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
     if settings.loss == "gkd":
@@ -172,6 +169,7 @@ def grpo_update(
 
     options = {"total_steps": settings.total_steps, "figures": all_figures}
     checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    learner.keep(checkpoint, context)
     return _with_advantages(checkpoint, algorithm, context.objects)
 
 
@@ -213,7 +211,22 @@ def load_on_policy(
     """
     start = model if settings.lora is None else reference
     loaded = load_to_train(context.model(start), settings.parallel, device)
-    return with_lora(loaded, settings.lora, seed=context.seed).eval()
+    trained = with_lora(loaded, settings.lora, seed=context.seed).eval()
+    if not is_sharded(settings.parallel):
+        _take_into_memory(trained)
+    return trained
+
+
+def _take_into_memory(model: nn.Module) -> None:
+    """Copy what is trained out of the model's file, which it is a view of on a CPU.
+
+    Where a tensor begins in a file, and so how it lies in memory, is another matter in each file, and kernels may round
+    by it: a learner that stays in memory would come to other bits than one that is read again. And the first step would
+    have the kernel copy each page of the file when it is written to, at several times the cost.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 def _reference_policy(
@@ -231,27 +244,74 @@ def _reference_policy(
     return held_to
 
 
-def _on_policy_state(
-    trained: Any,
-    modules: Mapping[str, nn.Module],
+@dataclass(frozen=True)
+class _Learner:
+    """A policy and what trains it, which stay in memory from one iteration to the next where that may be."""
+
+    policy: Policy
+    state: TrainState
+    made_for: tuple[Any, ...]
+    """What it was built from beside weights."""
+
+    def keep(self, checkpoint: Checkpoint, context: UpdateContext) -> None:
+        """Leave it to the update that goes on from ``checkpoint``.
+
+        Not on a GPU, whose memory is the engine's meanwhile, nor where several processes have parts of it.
+        """
+        device = device_of(self.state)
+        if context.held is not None and device.type == "cpu" and world_size() == 1:
+            context.held.keep_learner(checkpoint.train_state, self.made_for, self)
+
+
+def _learner(
+    model: ContentId,
     train_state: ContentId | None,
+    reference: ContentId,
+    known: int | None,
     settings: OnPolicySettings,
     context: UpdateContext,
     device: torch.device,
-) -> TrainState:
-    """The state an iteration starts from: that of the iteration before, whose rows of figures are its own."""
-    extra = nn.ModuleDict(modules)
-    lay_out(trained, settings)
-    rates = layer_rates(settings.optimizer, trained, *extra.values())
-    optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()], rates)
-    state = TrainState(trained, optimizer, extra, seed=context.seed, device=device)
+) -> _Learner:
+    """What an iteration trains, in the state that it starts from: that of the iteration before, whose rows of figures
+    are its own. It is the one of that iteration where this process has kept it, and of the same bits where not."""
+    made_for = (type(settings).__name__, settings.model_dump_json(), reference, known)
+    kept: _Learner | None = None if context.held is None else context.held.take_learner(train_state, made_for)
+    learner = kept or _Learner(*_built(model, reference, known, settings, context, device), made_for)
+    state = learner.state
     if train_state is not None:
         with context.state(train_state) as folder:
-            load_state(state, folder)
+            (load_state if kept is None else load_all_but_tensors)(state, folder)
+    state.seed, state.seconds = context.seed, 0.0
     if settings.skip_spikes is not None:  # iterations are of few steps
         state.extras[NORMS_BEFORE] = norms_before(state, settings.skip_spikes)
     state.metrics = []
-    return state
+    return learner
+
+
+def _built(
+    model: ContentId,
+    reference: ContentId,
+    known: int | None,
+    settings: OnPolicySettings,
+    context: UpdateContext,
+    device: torch.device,
+) -> tuple[Policy, TrainState]:
+    """A policy with the weights of ``model``, and an optimizer that has done no step."""
+    trained = load_on_policy(model, reference, settings, context, device)
+    values: nn.Module | None = None
+    if isinstance(settings, PPOSettings):
+        if settings.values == "head":
+            values = zero_head(trained)
+        elif is_sharded(settings.parallel):  # of weights that are still to be read there is no copy
+            values = ValueModel(load_on_policy(model, reference, settings, context, device).base_model)
+        else:
+            values = ValueModel(copy.deepcopy(trained.base_model))
+    policy = shard(Policy(trained, values, known_ids=known), settings, device)
+    extra = nn.ModuleDict({} if values is None else {VALUES: values})
+    lay_out(trained, settings)
+    rates = layer_rates(settings.optimizer, trained, *extra.values())
+    optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()], rates)
+    return policy, TrainState(trained, optimizer, extra, seed=context.seed, device=device)
 
 
 def load_trajectories(
@@ -279,7 +339,10 @@ def load_trajectories(
 
 def _known_ids(folder: Path, trajectories: Sequence[Trajectory]) -> int | None:
     """`known_ids` of the model in ``folder``. Raises ConfigError for a completion that has others."""
-    known = known_ids(folder, load_tokenizer(folder))
+    key = tokenizer_id(folder), vocab_size(folder)
+    if key not in _KNOWN_IDS:
+        _KNOWN_IDS[key] = known_ids(folder, load_tokenizer(folder))
+    known = _KNOWN_IDS[key]
     highest = max((token for item in trajectories for token in item.token_ids), default=-1) if known else -1
     if known is not None and highest >= known:
         raise ConfigError(

@@ -290,16 +290,19 @@ def _shard_to_gather(module: nn.Module, settings: LearnerSettings, device: torch
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies on the host, whole where they are sharded, on the first rank; nothing elsewhere. Collective.
+def on_host(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+    """Contiguous tensors on the host, whole where they are sharded, on the first rank; nothing elsewhere. Collective.
 
-    Names of one tensor, such as tied weights, stay names of one copy.
+    With ``copy`` they share no memory with ``tensors``; without, those do that are on the host as they are to be. Names
+    of one tensor, such as tied weights, stay names of one tensor.
     """
     made: dict[int, Tensor] = {}
     for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
         plain = whole(tensor)
         if is_first():
-            made[number] = plain.to("cpu", copy=True).contiguous()
+            # What is a part of other memory is not written to a file by itself.
+            is_part = plain.untyped_storage().nbytes() != plain.nbytes
+            made[number] = plain.to("cpu", copy=copy or is_part).contiguous()
     return {name: made[id(tensor)] for name, tensor in tensors.items()} if is_first() else {}
 
 

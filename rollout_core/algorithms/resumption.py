@@ -204,13 +204,14 @@ class Resumption:
         self._best = snapshot_id
         self._context.objects.set_ref(self._best_ref, snapshot_id)
 
-    def _copy(self, state: TrainState) -> StateCopy:
-        """A copy that names the snapshot of the best evaluation, unless that is to be of this very copy. Collective."""
+    def _copy(self, state: TrainState, *, copy: bool = True) -> StateCopy:
+        """A copy that names the snapshot of the best evaluation, unless that is to be of this very copy. Without
+        ``copy`` for who writes it before training goes on. Collective."""
         best = state.extras.get(BEST)
         if best is not None and self._keeps_best:
             named = {} if best["step"] == state.step else {"snapshot": self._best}
             state.extras[BEST] = {**best, **named}
-        return copy_state(state)
+        return copy_state(state, copy=copy)
 
     def after_step(self, state: TrainState) -> None:
         """Start what is due, if nothing else is being written. Raises what went wrong with an earlier snapshot."""
@@ -226,7 +227,7 @@ class Resumption:
     def save_now(self, state: TrainState) -> None:
         """Make the current step resumable; when this returns, a kill loses nothing before it."""
         self._wait()
-        copied = self._copy(state)
+        copied = self._copy(state, copy=False)
         if is_first():
             self._write(copied)
         # Nobody fails before it is there: who started the processes would end the first one, too.
@@ -236,7 +237,7 @@ class Resumption:
         """File the outcome: the model by itself, and the state training can resume from; those of the best evaluation
         where that is to be the result."""
         self._wait()
-        copied = self._copy(state)
+        copied = self._copy(state, copy=False)
         filed = self._filed(state, copied).model_dump_json() if is_first() else ""
         return Checkpoint.model_validate_json(broadcast_text_from_rank0(filed, device_of(state)))
 

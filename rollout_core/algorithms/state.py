@@ -10,11 +10,11 @@ figures). With a moving average of the weights it is the average that ``model/``
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,8 +26,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from rollout_core.algorithms.parallel import (
     differing_replicas,
-    host_copies,
     laid_out_like,
+    on_host,
     own_part,
     world_size,
 )
@@ -131,7 +131,7 @@ def master_of(tensor: TensorT) -> TensorT:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A train state at one moment, in host memory; training may continue while it is written."""
+    """A train state at one moment, in host memory. Where it is a copy, training may continue while it is written."""
 
     model: nn.Module
     """Whose weights these are; only its configuration is read."""
@@ -153,8 +153,9 @@ def device_of(state: TrainState) -> torch.device:
     return state.device or next(state.model.parameters()).device
 
 
-def copy_state(state: TrainState) -> StateCopy:
-    """Copy ``state`` and the RNGs. Rewinds the generators of random and numpy to where they will be after `load_state`.
+def copy_state(state: TrainState, *, copy: bool = True) -> StateCopy:
+    """Copy ``state`` and the RNGs; without ``copy`` tensors that are on the host stay those of ``state``, so nobody may
+    train until they are written. Rewinds the generators of random and numpy to where they will be after `load_state`.
 
     Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Raises Recoverable
     where what all of them have whole, trained weights, their averages and what the optimizer keeps of them, is not the
@@ -175,7 +176,7 @@ def copy_state(state: TrainState) -> StateCopy:
     document = {
         "version": STATE_VERSION,
         "step": state.step,
-        "extras": copy.deepcopy(state.extras),
+        "extras": deepcopy(state.extras),
         "optimizer": {"kind": type(state.optimizer).__name__, "scalars": scalars},
         "rng": rng.to_json(),
     }
@@ -186,14 +187,14 @@ def copy_state(state: TrainState) -> StateCopy:
         master = master_of(tensor)
         average = averages.get(id(master))
         weights[name] = master if average is None else average
-    copies = host_copies(weights)
+    copies = on_host(weights, copy=copy)
     plain = {id(tensor): tensor.float() for tensor in copies.values()}  # also what is frozen and rounded
     return StateCopy(
         model=state.model,
         weights={name: plain[id(tensor)] if tensor.is_floating_point() else tensor for name, tensor in copies.items()},
-        trained=host_copies(trained),
-        modules=host_copies(state.modules.state_dict(keep_vars=True)),
-        moments=host_copies({name: tensor.view_as(tensor) for name, tensor in moments.items()}),
+        trained=on_host(trained, copy=copy),
+        modules=on_host(state.modules.state_dict(keep_vars=True), copy=copy),
+        moments=on_host({name: tensor.view_as(tensor) for name, tensor in moments.items()}, copy=copy),
         metrics=tuple(dict(row) for row in state.metrics),
         document=document,
         step=state.step,
@@ -254,6 +255,15 @@ def load_state(state: TrainState, folder: Path) -> None:
     _load(state.modules, modules)
     state.round_masters()
     _unflatten_optimizer(state, moments, document["optimizer"]["scalars"])
+    _load_rest(state, folder, document)
+
+
+def load_all_but_tensors(state: TrainState, folder: Path) -> None:
+    """`load_state` of what `write_state` wrote of this very ``state``, whose tensors nobody has changed since."""
+    _load_rest(state, folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
+
+
+def _load_rest(state: TrainState, folder: Path, document: Mapping[str, Any]) -> None:
     state.step = document["step"]
     state.extras = document["extras"]
     state.metrics = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]

@@ -16,8 +16,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_core.base import traces
 from rollout_core.base.determinism import prepare_environment, release_gpu_memory
@@ -37,6 +38,9 @@ from rollout_core.launch.launcher import (
     report_type,
     update_function,
 )
+
+if TYPE_CHECKING:
+    from rollout_core.algorithms.context import HeldStates
 
 PATIENCE = timedelta(hours=2)
 """For the other ranks: a launcher ends all when one dies; who waits may wait for a large upload by the first."""
@@ -109,7 +113,7 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
     where the ranks are not as many."""
     import torch.distributed as dist
 
-    from rollout_core.algorithms.context import HeldStates, UpdateContext
+    from rollout_core.algorithms.context import UpdateContext
     from rollout_core.algorithms.parallel import is_first
     from rollout_core.objects import ObjectStore
 
@@ -123,7 +127,7 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
         tracking=job.tracking,
         **{field: getattr(job, field) for field in IDENTITY},
         num_threads=job.num_threads,
-        held=job.held and HeldStates(job.held),
+        held=job.held and _held_states(job.held),
         stores_state=job.stores_state,
         is_stopping=is_stopping,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
@@ -139,6 +143,14 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
         job.result.write_bytes(outcome_type(job.update).dump_json(outcome))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@lru_cache(maxsize=1)
+def _held_states(folder: Path) -> HeldStates:
+    """The same for all jobs of a run that this process works on one after the other."""
+    from rollout_core.algorithms.context import HeldStates
+
+    return HeldStates(folder)
 
 
 def join() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -22,10 +23,12 @@ from rollout_core.config import (
     GRPOSettings,
     ImportanceCorrection,
     JsonlDataset,
+    LoRAConfig,
     OptimizerConfig,
     PPOSettings,
     SamplingParams,
     SnapshotPolicy,
+    SpikeRule,
 )
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
@@ -216,6 +219,18 @@ def test_an_update_on_equal_rewards_moves_no_weight(changes, tiny_model, tmp_pat
     assert all(torch.equal(before[name], after[name]) for name in before)
     [row] = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
     assert (row["frac_reward_zero_std"], row["reward_std"], row["grad_norm"]) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_steps_have_a_divergence_from_the_reference_where_one_is_loaded(kl_coef, tiny_model, tmp_path):
+    place = update_context(tmp_path)
+    model = place.objects.put_tree(tiny_model)
+    scores, samples = file_scores(place.objects, trajectories(load_causal_lm(tiny_model)))
+    settings = grpo_settings(kl_coef=kl_coef, epochs=2)
+    checkpoint = on_policy_updates.grpo_update(model, None, model, scores, samples, settings, place)
+    first, second = (json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines())
+    assert "approx_kl" in first and "approx_kl" in second
+    assert (first.get("kl"), second.get("kl", 0.0) > 0) == ((0.0, True) if kl_coef else (None, False))
 
 
 class Watched(Policy):
@@ -604,29 +619,76 @@ def test_spikes_are_told_by_the_gradients_of_iterations_before(tiny_model, tmp_p
     assert outcomes == {3.0: 1.0, 1e6: 0.0}
 
 
-def test_an_update_goes_on_from_the_state_that_the_one_before_has_lent_to_the_same_bytes(
-    tiny_model, tmp_path, monkeypatch
+class Forgetful(HeldStates):
+    """Keeps no learner in memory, as where updates are processes of their own."""
+
+    def keep_learner(self, *given) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("grpo", {}),
+        ("grpo", {"kl_coef": 0.1, "epochs": 2, "skip_spikes": SpikeRule(after_steps=1)}),
+        ("grpo", {"lora": LoRAConfig(r=4, alpha=8), "gradient_checkpointing": True}),
+        ("grpo", {"precision": "bfloat16", "weights": "bfloat16", "offload": True}),
+        ("ppo", {}),
+        ("ppo", {"values": "model", "gradient_checkpointing": True}),
+        ("ppo", {"optimizer": OptimizerConfig(kind="sgd", lr=1e-2), "lora": LoRAConfig(r=4)}),
+    ],
+)
+def test_an_update_goes_on_from_what_the_one_before_has_lent_to_the_same_bytes(
+    kind, changes, tiny_model, tmp_path, monkeypatch
 ):
-    """A stored one, which is not fetched then; as it is where nothing is held."""
-    items = trajectories(load_causal_lm(tiny_model))
-    outcomes, restored, restore = [], [], SnapshotStore.restore
-    monkeypatch.setattr(SnapshotStore, "restore", lambda *given: (restored.append(given[1]), restore(*given))[1])
-    for held in (None, HeldStates(tmp_path / "held")):
-        place = update_context(tmp_path / str(held is None))
+    """From the object store; from files of this machine, which spares fetching them; and from memory, where only what
+    is no tensor is read."""
+    items, settings = trajectories(load_causal_lm(tiny_model)), grpo_settings(**changes if kind == "grpo" else {})
+    update = on_policy_updates.grpo_update
+    if kind == "ppo":
+        shared = settings.model_dump(include={"prompts", "optimizer", "sampling", "minibatch_size"})
+        settings, update = PPOSettings.model_validate({**shared, **changes}), on_policy_updates.ppo_update
+    outcomes, calls = [], Counter()
+    restore, load = SnapshotStore.restore, on_policy_updates.load_state
+    monkeypatch.setattr(SnapshotStore, "restore", lambda *given: (calls.update(["fetched"]), restore(*given))[1])
+    monkeypatch.setattr(on_policy_updates, "load_state", lambda *given: (calls.update(["loaded"]), load(*given))[1])
+    for name, held in (("none", None), ("files", Forgetful(tmp_path / "a")), ("memory", HeldStates(tmp_path / "b"))):
+        place = update_context(tmp_path / name)
         first = model = place.objects.put_tree(tiny_model)
         scores, samples = file_scores(place.objects, items)
         state = None
-        restored.clear()
+        calls.clear()
         for number in range(3):
-            context = replace(place, key=hash_bytes(b"%d" % number), held=held)
-            done = on_policy_updates.grpo_update(model, state, first, scores, samples, grpo_settings(), context)
+            context = replace(place, key=hash_bytes(b"%d" % number), held=held, seed=number)
+            done = update(model, state, first, scores, samples, settings, context)
             model, state = done.model, done.train_state
             assert SnapshotStore(place.objects).is_present(state)
             if held is not None:
                 assert [folder.name for folder in held.folder.iterdir()] == [state], "the last one alone"
-        assert len(restored) == (2 if held is None else 0)
-        outcomes.append(done.cache_identity())
-    assert outcomes[0] == outcomes[1]
+        outcomes.append((done.cache_identity(), [calls["fetched"], calls["loaded"]]))
+    identities, counts = zip(*outcomes, strict=True)
+    assert len(set(map(str, identities))) == 1 and list(counts) == [[2, 2], [0, 2], [0, 0]]
+
+
+def test_a_learner_in_memory_goes_to_the_update_that_follows_it_alone(tiny_model, tmp_path):
+    place, held = update_context(tmp_path), HeldStates(tmp_path / "held")
+    model = place.objects.put_tree(tiny_model)
+    scores, samples = file_scores(place.objects, trajectories(load_causal_lm(tiny_model)))
+    taken = []
+    take = held.take_learner
+    held.take_learner = lambda *given: taken.append(take(*given)) or taken[-1]
+
+    def update(number: int, state, **changes):
+        context = replace(place, key=hash_bytes(b"%d" % number), held=held)
+        return on_policy_updates.grpo_update(model, state, model, scores, samples, grpo_settings(**changes), context)
+
+    first = update(0, None)
+    second = update(1, first.train_state)
+    update(2, first.train_state)  # what is kept has come to the second one's state
+    third = update(3, second.train_state, epochs=2)  # other settings
+    update(4, None, epochs=2)
+    assert [learner is not None for learner in taken] == [False, True, False, False, False]
+    assert held.take_learner(third.train_state, None) is None, "the last one left another state"
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
