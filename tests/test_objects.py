@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -29,7 +30,7 @@ from rollout_core.objects.files import TOUCH_AFTER_SECONDS, ref_key
 from rollout_core.objects.local_trees import forget_local_tree, keep_local_tree
 from rollout_core.objects.snapshots import SnapshotStore, identify
 from rollout_core.objects.store import blob_key
-from rollout_core.objects.trees import hash_file
+from rollout_core.objects.trees import file_mark, files_of, hash_file
 from tests.object_files import BUCKET, NOTHING, TREE, empty_store, in_pieces, keys, python, read_tree, write_tree
 
 T = TypeVar("T")
@@ -89,6 +90,66 @@ def test_a_stream_of_several_parts_goes_there_and_back(
     objects.get_file(content_id, tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == data
     assert keys(objects, "tmp") == []
+
+
+def put_given(objects: ObjectStore, folder: Path, *names: str) -> ContentId:
+    """The folder, whose files ``names`` nobody writes to any more."""
+    paths = files_of(folder)
+    marks = {name: file_mark(paths[name]) for name in names}
+    _, manifest, checks = identify(paths)
+    return objects.put_files(manifest, paths, checks, marks)
+
+
+def test_a_file_that_is_given_is_stored_like_another(objects: ObjectStore, tmp_path: Path) -> None:
+    large = random.Random(4).randbytes(3_000_000)
+    tree = {"large": large, "other": large[::-1], "small": b"x"}
+    objects.files.whole_write_bytes = 1_000_000
+    folder = write_tree(tmp_path / "folder", tree)
+    tree_id = put_given(objects, folder, "large", "small")
+    assert tree_id == put_given(objects, folder, "large") == objects.put_tree(folder)
+    shutil.rmtree(folder)
+    objects.get_tree(tree_id, tmp_path / "back")
+    assert read_tree(tmp_path / "back") == tree and keys(objects, "tmp") == []
+
+
+def test_a_folder_has_a_given_file_without_a_copy(local: ObjectStore, tmp_path: Path) -> None:
+    folder = write_tree(tmp_path / "folder", {"given": bytes(9_000_000), "kept": b"y" * 9_000_000})
+    os.utime(folder / "given", (1, 1))
+    put_given(local, folder, "given")
+    given, kept = (Path(local.files.where(blob_key(hash_file(folder / name).content_id))) for name in ("given", "kept"))
+    assert given.samefile(folder / "given") and not kept.samefile(folder / "kept")
+    assert not given.stat().st_mode & 0o222 and kept.stat().st_mode & 0o200
+    assert time.time() - given.stat().st_mtime < 600, "nobody takes it for an old one that none names"
+    local.delete(hash_file(folder / "given").content_id)
+    put_given(local, folder, "given")
+    local.files.take(folder / "given", blob_key(hash_file(folder / "given").content_id))  # once more, at the same time
+    (folder / "given").unlink()
+    assert local.get_bytes(hash_bytes(bytes(9_000_000))) == bytes(9_000_000) and keys(local, "tmp") == []
+
+
+def test_a_given_file_is_copied_where_a_link_cannot_be(
+    local: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: Any) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    folder = write_tree(tmp_path / "folder", {"given": bytes(9_000_000)})
+    put_given(local, folder, "given")
+    blob = Path(local.files.where(blob_key(hash_bytes(bytes(9_000_000)))))
+    assert blob.stat().st_size == 9_000_000 and not blob.samefile(folder / "given") and keys(local, "tmp") == []
+
+
+def test_a_given_file_that_was_written_to_after_it_was_read_is_not_stored(local: ObjectStore, tmp_path: Path) -> None:
+    folder = write_tree(tmp_path / "folder", {"given": bytes(9_000_000)})
+    paths = files_of(folder)
+    mark = file_mark(paths["given"])
+    _, manifest, checks = identify(paths)
+    with (folder / "given").open("r+b") as file:
+        file.write(b"another beginning")
+    with pytest.raises(Conflict, match="given changed while it was being stored"):
+        local.put_files(manifest, paths, checks, {"given": mark})
+    assert keys(local, "cas") == keys(local, "tmp") == []
 
 
 def test_a_file_comes_back_as_a_file(objects: ObjectStore, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.snapshots import MODEL_FOLDER, Snapshot, SnapshotStore, progress_ref
-from rollout_core.objects.trees import Identified, files_of, identify
+from rollout_core.objects.trees import FileMark, Identified, file_mark, files_of, identify
 from rollout_core.objects.unstored import local_model, put_stored_model
 
 log = logging.getLogger(__name__)
@@ -29,16 +29,15 @@ log = logging.getLogger(__name__)
 STATE, ABOUT = "state", "about.json"
 STORED = "stored"
 """Name of an empty file beside a held state that the object store has, too."""
-Seen = tuple[tuple[str, int, int, int], ...]
-"""Files of a folder as they are: path, inode, bytes and time of the last write. Links to them change none of it."""
+Seen = tuple[tuple[str, FileMark], ...]
+"""Files of a folder as they are."""
 _known_whole: set[tuple[ContentId, Seen]] = set()
 """States whose files this process has read and found to be what their ids stand for, as the files were then."""
 
 
 def seen(folder: Path) -> Seen:
     """What tells without reading a folder's files whether somebody wrote to them."""
-    stats = ((path, real.stat()) for path, real in files_of(folder).items())
-    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+    return tuple((path, file_mark(real)) for path, real in files_of(folder).items())
 
 
 @dataclass(frozen=True)

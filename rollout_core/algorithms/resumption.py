@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -36,7 +36,7 @@ from rollout_core.objects.giving_up import free
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
-from rollout_core.objects.trees import TreeManifest
+from rollout_core.objects.trees import TreeManifest, files_of
 from rollout_core.objects.unstored import hold_model, put_model, put_stored_model
 
 log = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class Resumption:
 
     def _write(self, copied: StateCopy, *, is_best: bool = False) -> None:
         with self._written(copied) as folder:
-            snapshot = self._file(copied, folder)
+            snapshot = self._file(copied, folder, given=files_of(folder))
         self._context.check()
         self._context.objects.set_ref(self._ref, snapshot.id)
         if is_best:  # until here an update that is taken up needs the one before
@@ -308,13 +308,16 @@ class Resumption:
     def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state and its model, stored."""
         before = seen(folder)
+        # Files of the model go to the cache, which is not the store's alone.
+        given = {path for path, _ in before if not path.startswith(f"{MODEL_FOLDER}/")}
         # Labelled, or a later update of the same run would prune what its own training resumes from.
-        snapshot = self._file(copied, folder, label=FINISHED)
+        snapshot = self._file(copied, folder, label=FINISHED, given=given)
         manifest = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
         model = put_stored_model(self._context.objects, manifest)
         self._keep_here(model, manifest, folder / MODEL_FOLDER)
-        if self._context.held is not None:
-            self._context.held.lend(folder, snapshot.id, before, **self._about(copied, FINISHED))
+        now = seen(folder)  # a file that was given has the time when it was
+        if self._context.held is not None and all(mark in before or mark[0] in given for mark in now):
+            self._context.held.lend(folder, snapshot.id, now, **self._about(copied, FINISHED))
         return snapshot.id, model
 
     def _hold(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
@@ -332,8 +335,10 @@ class Resumption:
         keep_local_tree(model, manifest, written, self._context.cache)  # the engine of this machine need not fetch it
         return model
 
-    def _file(self, copied: StateCopy, folder: Path, *, label: str | None = None) -> Snapshot:
-        return self._snapshots.save(folder, **self._about(copied, label))
+    def _file(
+        self, copied: StateCopy, folder: Path, *, label: str | None = None, given: Collection[str] = ()
+    ) -> Snapshot:
+        return self._snapshots.save(folder, **self._about(copied, label), given=given)
 
     def _about(self, copied: StateCopy, label: str | None) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -122,6 +123,28 @@ class LocalFiles:
 
     def upload(self, key: str | None = None) -> LocalUpload:
         return LocalUpload(self)
+
+    def take(self, path: Path, key: str) -> bool:
+        link = self._path(f"tmp/{ULID()}")
+        with storage_faults("write", self._path(key)):
+            self._make_folder(os.path.dirname(link))
+            try:
+                os.utime(path)  # or another process would take the link for what a killed writer left
+                os.link(path, link)
+            except OSError:  # on another file system, or one that has no links
+                return False
+            try:
+                os.chmod(link, stat.S_IMODE(os.stat(link).st_mode) & ~0o222)
+                descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                self._rename(link, self._path(key))
+            finally:
+                with suppress(OSError):  # also where it is left, as one that was taken twice has both names then
+                    os.unlink(link)
+        return True
 
     def move(self, source: str, target: str) -> None:
         with storage_faults("move", self._path(source)):

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from http import HTTPStatus
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from ulid import ULID
@@ -248,6 +249,9 @@ class RemoteFiles:
             raise Recoverable(
                 f"{self.where(shown)} did not arrive as it was sent: its checksum is {held}, not {checksum}"
             )
+
+    def take(self, path: Path, key: str) -> bool:
+        return False
 
     def move(self, source: str, target: str) -> None:
         with storage_faults("move", self.where(source)):

@@ -117,6 +117,11 @@ class Files(Protocol):
         """Begin a file too large for memory. Who knows the ``key`` to commit it as says so, which may save a copy."""
         ...
 
+    def take(self, path: Path, key: str) -> bool:
+        """Have a local file at ``key`` without a copy, durably and as new as one that is written now. It keeps its name
+        ``path``, and nobody may write to it any more. False, and nothing stored, where that cannot be."""
+        ...
+
     def move(self, source: str, target: str) -> None:
         """Raises FileNotFoundError."""
         ...

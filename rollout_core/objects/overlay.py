@@ -86,6 +86,9 @@ class OverlaidFiles:
     def upload(self, key: str | None = None) -> _Noted:
         return _Noted(self._note)
 
+    def take(self, path: Path, key: str) -> bool:
+        return False
+
     def move(self, source: str, target: str) -> None:
         self.write(target, self.read(source))
         self.delete(source)

@@ -28,7 +28,7 @@ from rollout_core.objects.addresses import complete_snapshot_id, copy_object
 from rollout_core.objects.files import EXPIRED_REFS, GIVEN_UP_REFS, LET_GO_REFS, SNAPSHOT_REFS, hash_chunks, parsed
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.records import lineage_of
-from rollout_core.objects.trees import appearing_folder, files_of, identify, read_file, tar_stream
+from rollout_core.objects.trees import appearing_folder, file_mark, files_of, identify, read_file, tar_stream
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +145,10 @@ class SnapshotStore:
         algorithm: str,
         label: str | None = None,
         meta: dict[str, Any] | None = None,
+        given: Collection[str] = (),
     ) -> Snapshot:
-        """Save ``folder``; durable when this returns. The same bytes have the same id.
+        """Save ``folder``; durable when this returns. The same bytes have the same id. ``given`` are files of it to
+        which nobody writes any more, which may so be spared a copy (`ObjectStore.put_files`).
 
         Saving the same bytes again in the same run replaces the record, except that a label stays unless a new one is
         given, and so do those of runs. Raises ConfigError for what a tree cannot hold, Conflict when the folder changes
@@ -155,6 +157,7 @@ class SnapshotStore:
         _check_kind(kind)
         canonical_json(meta)  # pydantic would quietly turn NaN into null
         paths = files_of(folder)
+        marks = {path: file_mark(paths[path]) for path in given}
         snapshot_id, manifest, checks = identify(paths)
         ref = _ref(snapshot_id, run_id)
         before = self._record(ref)
@@ -169,7 +172,7 @@ class SnapshotStore:
             label=label,
             created_at=datetime.now(UTC),
             algorithm=algorithm,
-            files=self._objects.put_files(manifest, paths, checks),
+            files=self._objects.put_files(manifest, paths, checks, marks),
             size_bytes=manifest.size_bytes,
             meta={**(meta or {}), **by_runs},
         )

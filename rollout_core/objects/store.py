@@ -51,12 +51,16 @@ from rollout_core.objects.local_trees import damaged_file, evict_local_trees, ho
 from rollout_core.objects.sweeps import is_swept_away, wait_for_sweep
 from rollout_core.objects.trees import (
     NO_CHECKS,
+    NOTHING_GIVEN,
     Checks,
+    FileMark,
     TreeFile,
     TreeManifest,
     appearing_folder,
+    changed_meanwhile,
     expected,
     file_beside,
+    file_mark,
     files_of,
     hash_file,
     read_again,
@@ -258,16 +262,24 @@ class ObjectStore:
         )
         return self.put_json(TreeManifest(files=files))
 
-    def put_files(self, manifest: TreeManifest, paths: Mapping[str, Path], checks: Checks = NO_CHECKS) -> ContentId:
+    def put_files(
+        self,
+        manifest: TreeManifest,
+        paths: Mapping[str, Path],
+        checks: Checks = NO_CHECKS,
+        given: Mapping[str, FileMark] = NOTHING_GIVEN,
+    ) -> ContentId:
         """Store the files of ``manifest`` that are missing, read from ``paths``, then the manifest itself. What is
         there already counts as written now, so that nobody who gave up the same files deletes it (`giving_up`).
 
-        ``checks``: of the reading that made the manifest. Raises Conflict when a file is no longer what that found.
+        ``checks``: of the reading that made the manifest. ``given``: files to which nobody writes any more, as they
+        were before that reading; a folder on the same file system has them without a copy, as `Files.take` says.
+        Raises Conflict when a file is no longer what that reading found.
         """
 
         def put(file: TreeFile) -> None:
-            check = checks.get(file.content_id)
-            self._put_file_as(paths[file.path], file.size, file.content_id, check, touch=True)
+            check, mark = checks.get(file.content_id), given.get(file.path)
+            self._put_file_as(paths[file.path], file.size, file.content_id, check, touch=True, mark=mark)
 
         self.in_parallel(put, {file.content_id: file for file in manifest.files}.values())
         data = canonical_json(manifest)
@@ -467,10 +479,23 @@ class ObjectStore:
         return time.time() - stat.modified < TOUCH_AFTER_SECONDS or not is_swept_away(self.files, key, content_id)
 
     def _put_file_as(
-        self, path: Path, size: int, content_id: ContentId, check: bytes | None = None, *, touch: bool = False
+        self,
+        path: Path,
+        size: int,
+        content_id: ContentId,
+        check: bytes | None = None,
+        *,
+        touch: bool = False,
+        mark: FileMark | None = None,
     ) -> None:
+        """``mark``: of a file that was given, before it was hashed."""
         if self._already_has(content_id, size, lambda: read_file(path), touch=touch):
             return
+        if mark is not None and size > self.files.whole_write_bytes:
+            if file_mark(path) != mark:
+                raise changed_meanwhile(path)
+            if self.files.take(path, blob_key(content_id)):
+                return
         key, again = blob_key(content_id), read_again(path, content_id, check)
         if size <= self.files.whole_write_bytes:
             return self.files.write(key, b"".join(again))

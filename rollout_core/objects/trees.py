@@ -295,7 +295,29 @@ def read_again(path: Path, content_id: ContentId, check: bytes | None) -> Iterat
         hasher.update(chunk)
         yield chunk
     if hasher.digest() != (check or bytes.fromhex(content_id)):
-        raise Conflict(f"{path} changed while it was being stored; store it again when nobody writes to it")
+        raise changed_meanwhile(path)
+
+
+def changed_meanwhile(path: Path) -> Conflict:
+    """The error for a file that is no longer what was read of it."""
+    return Conflict(f"{path} changed while it was being stored; store it again when nobody writes to it")
+
+
+class FileMark(NamedTuple):
+    """What tells without reading a file whether somebody wrote to it. Links to it change none of it."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+
+NOTHING_GIVEN: Mapping[str, FileMark] = MappingProxyType({})
+
+
+def file_mark(path: Path) -> FileMark:
+    """Of a file as it is."""
+    found = path.stat()
+    return FileMark(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
