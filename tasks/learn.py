@@ -186,7 +186,7 @@ def _show_data(job: UpdateJob, report: DataReport) -> None:
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
 
 
-@stage(version=4, concurrency="learner", optional=("replayed",))
+@stage(version=5, concurrency="learner", optional=("replayed",))
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,

@@ -134,19 +134,19 @@ class HeldStates:
         SnapshotStore(objects).name_only(found.id, **{name: about[name] for name in ("run_id", "step", "algorithm")})
         return found
 
-    def lend(self, written: Path, state_id: ContentId, before: Seen, **about: Any) -> None:
-        """Take over a state that was stored from ``written``, which was so `seen` ``before``: who needs it next is
-        spared fetching it."""
-        self._take(written, state_id, before, **about)
+    def lend(self, written: Path, state_id: ContentId, as_seen: Seen, **about: Any) -> None:
+        """Take over a state that was stored from ``written``, which was so `seen` then: who needs it next is spared
+        fetching it. Large files may be the very ones of the object store, so nobody writes to them."""
+        self._take(written, state_id, as_seen, **about)
         (self.folder / state_id / STORED).touch()
 
-    def _take(self, written: Path, state_id: ContentId, before: Seen, **about: Any) -> None:
+    def _take(self, written: Path, state_id: ContentId, as_seen: Seen, **about: Any) -> None:
         folder = self.folder / state_id
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / ABOUT).write_bytes(canonical_json(about))
         written.rename(self.place(state_id))
-        _known_whole.add((state_id, before))
+        _known_whole.add((state_id, as_seen))
 
     def place(self, state_id: ContentId) -> Path:
         """Its folder, where it is held."""

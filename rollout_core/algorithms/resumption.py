@@ -315,8 +315,10 @@ class Resumption:
         manifest = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
         model = put_stored_model(self._context.objects, manifest)
         self._keep_here(model, manifest, folder / MODEL_FOLDER)
-        now = seen(folder)  # a file that was given has the time when it was
-        if self._context.held is not None and all(mark in before or mark[0] in given for mark in now):
+        now, was = seen(folder), dict(before)
+        # A file that was given has the time when it was.
+        is_same = all(was[path][:2] == mark[:2] and (was[path] == mark or path in given) for path, mark in now)
+        if self._context.held is not None and is_same:
             self._context.held.lend(folder, snapshot.id, now, **self._about(copied, FINISHED))
         return snapshot.id, model
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from rollout_core.algorithms.parallel import (
@@ -154,8 +155,9 @@ def device_of(state: TrainState) -> torch.device:
 
 
 def copy_state(state: TrainState, *, copy: bool = True) -> StateCopy:
-    """Copy ``state`` and the RNGs; without ``copy`` tensors that are on the host stay those of ``state``, so nobody may
-    train until they are written. Rewinds the generators of random and numpy to where they will be after `load_state`.
+    """Take ``state`` and the RNGs as they are; without ``copy`` tensors that are on the host stay those of ``state``,
+    so nobody may train until they are written. Rewinds the generators of random and numpy to where they will be after
+    `load_state`.
 
     Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Raises Recoverable
     where what all of them have whole, trained weights, their averages and what the optimizer keeps of them, is not the
@@ -348,6 +350,8 @@ def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Tensor], scala
         position, parameter = places[name]
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             value = laid_out_like(value, parameter)
+        if isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, DTensor):
+            value = value.clone()  # not a view of the file, whose pages the first step would copy one by one
         found.setdefault(position, {})[quantity] = value
     # Torch knows which quantities live beside their parameter and which, such as a step counter, may not.
     groups = state.optimizer.state_dict()["param_groups"]

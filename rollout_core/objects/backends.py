@@ -134,12 +134,16 @@ class LocalFiles:
             except OSError:  # on another file system, or one that has no links
                 return False
             try:
-                os.chmod(link, stat.S_IMODE(os.stat(link).st_mode) & ~0o222)
+                folder, file = os.stat(os.path.dirname(link)), os.stat(link)
+                if folder.st_mode & stat.S_ISGID and folder.st_gid != file.st_gid:
+                    return False  # a copy is the group's
+                os.chmod(link, folder.st_mode & 0o444)  # who made the file may have kept it to the owner
                 descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+                os.utime(link)
                 self._rename(link, self._path(key))
             finally:
                 with suppress(OSError):  # also where it is left, as one that was taken twice has both names then
