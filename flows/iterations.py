@@ -168,7 +168,7 @@ class TrainingStates:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._scratch:
             if self._held is not None:
-                self._held.take_learner(None, None)  # what follows may need the memory
+                self._held.drop_learner()
             if kind is not None:  # also where the run's body is run again at once: what is held here ends with this
                 self._store_last("the run ends here")
 

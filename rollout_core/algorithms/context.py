@@ -122,6 +122,10 @@ class HeldStates:
             return None
         return kept[2]
 
+    def drop_learner(self) -> None:
+        """Keep it no longer: what follows may need the memory."""
+        self._learner = None
+
     def hold(self, written: Path, objects: ObjectStore, **about: Any) -> Identified:
         """Take over a state that was ``written`` on the same file system, and note in ``objects`` that it has none.
 

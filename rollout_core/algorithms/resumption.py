@@ -308,8 +308,9 @@ class Resumption:
     def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state and its model, stored."""
         before = seen(folder)
-        # Files of the model go to the cache, which is not the store's alone.
-        given = {path for path, _ in before if not path.startswith(f"{MODEL_FOLDER}/")}
+        # Files of the model go to the cache, which is not the store's alone. Small ones are copied in any case.
+        large = (path for path, mark in before if mark.size > self._context.objects.files.whole_write_bytes)
+        given = {path for path in large if not path.startswith(f"{MODEL_FOLDER}/")}
         # Labelled, or a later update of the same run would prune what its own training resumes from.
         snapshot = self._file(copied, folder, label=FINISHED, given=given)
         manifest = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
