@@ -350,8 +350,9 @@ def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Tensor], scala
         position, parameter = places[name]
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             value = laid_out_like(value, parameter)
-        if isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, DTensor):
-            value = value.clone()  # not a view of the file, whose pages the first step would copy one by one
+        if isinstance(value, Tensor) and parameter.device.type == "cpu" and not isinstance(value, DTensor):
+            # Not a view of the file, whose pages the first step would copy one by one. A device gets its copy anyway.
+            value = value.clone()
         found.setdefault(position, {})[quantity] = value
     # Torch knows which quantities live beside their parameter and which, such as a step counter, may not.
     groups = state.optimizer.state_dict()["param_groups"]
