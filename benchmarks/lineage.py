@@ -27,7 +27,7 @@ from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow, to_jsonl
 from rollout_core.data.samples import Completion, encode_completion, encode_samples, identify, identities_of
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 
 ITERATIONS = 10
 TOKENS = 32

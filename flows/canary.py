@@ -23,7 +23,7 @@ from tasks.imports import import_prompts
 from tasks.logs import Journal, Outcome, stage_logger
 from tasks.promotion import latest_model, roll_back
 from tasks.score import close_rewards
-from tasks.stage import retry
+from tasks.stage import refresh_name, retry
 
 
 class Verdict(TypedDict):
@@ -45,7 +45,8 @@ def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, A
     """Evaluate the served model again, by the configuration of the nightly run, and go back to the one before where
     its mean reward is more than ``max_drop`` below that of the evidence it was promoted on.
 
-    Nothing of the evaluation comes from the cache. Where no model is served, or it was promoted without evidence of
+    Nothing of the evaluation comes from the cache or the store: all completions are generated again, from the same
+    seeds, by an engine of this run. Where no model is served, or it was promoted without evidence of
     held-out prompts, nothing is done. ``overrides`` as of `nightly`.
     """
     if max_drop < 0:
@@ -94,7 +95,9 @@ def _promised(resource: str, model: ContentId) -> EvalReport | None:
 def _hold(config: NightlyConfig, max_drop: float, model: ContentId, promised: EvalReport) -> Verdict:
     resource = config.promotion.resource
     held_out = import_prompts(config.evaluation.prompts, label="held out").data
-    now = evaluate_held_out(config, held_out, judge_of(config.reward), model, "canary")
+    # This run's own, which it finds again when it is retried.
+    drawing = f"canary, {refresh_name()}"
+    now = evaluate_held_out(config, held_out, judge_of(config.reward), model, "canary", drawing=drawing)
     prompts = "" if same_prompts(objects(), promised, now) else ", on other prompts than then"
     found = f"mean held-out reward {promised.mean_reward:.4f} when promoted -> {now.mean_reward:.4f} now{prompts}"
     fell = promised.mean_reward - now.mean_reward > max_drop

@@ -230,12 +230,15 @@ def algorithm_of(config: NightlyConfig) -> str:
 
 
 def evaluate_held_out(
-    config: NightlyConfig, prompts: ContentId, judge: Judge, model: ContentId, label: str
+    config: NightlyConfig, prompts: ContentId, judge: Judge, model: ContentId, label: str, *, drawing: str | None = None
 ) -> EvalReport:
-    """Reward of ``model`` on the held-out ``prompts``."""
+    """Reward of ``model`` on the held-out ``prompts``. With a ``drawing`` all completions are generated again, for it
+    alone."""
     sampling, backend = config.evaluation.sampling, config.backend
     limit = context_limit(backend)
-    prompt_set = enqueue_prompts(prompts, model, sampling, max_model_len=limit, mode="test", label=label)
+    prompt_set = enqueue_prompts(
+        prompts, model, sampling, max_model_len=limit, mode="test", drawing=drawing, label=label
+    )
     return evaluate(prompt_set, sampling, backend, judge.reward, judge.source, label=label)
 
 

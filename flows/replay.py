@@ -11,7 +11,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import GRPOSettings, OnPolicySettings
 from rollout_core.data.replay import num_fresh
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Scores, lineage_of
+from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
+from rollout_core.objects.records import Scores
 from rollout_core.objects.snapshots import SnapshotStore
 from tasks.replay import replay_groups
 
@@ -74,7 +75,9 @@ def buffer_behind(objects: ObjectStore, train_state: ContentId) -> ContentId | N
     nothing, or what it was made of is not known any more."""
     update = lineage_of(objects, train_state)
     replayed = None if update is None else update.inputs.get("replayed")
-    mixed = None if replayed is None else lineage_of(objects, ContentId(replayed))
+    mixed = None
+    if update is not None and replayed is not None:
+        mixed = maker_for(update, replayed, makers_of(objects, ContentId(replayed)))
     for output in () if mixed is None else mixed.outputs:
         with suppress(NotFound):
             if SnapshotStore(objects).get(output).kind == "buffer":

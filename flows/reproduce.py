@@ -24,7 +24,7 @@ from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
 from rollout_core.objects.gc import named_ids
 from rollout_core.objects.imports import code_behind
-from rollout_core.objects.records import Lineage, software_versions, trace_lineage
+from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
 from rollout_core.rewards.source_ids import hold_source
 from rollout_core.rewards.user_code import UserCode
 from tasks.agents import close_agents
@@ -69,7 +69,8 @@ class Plan:
 def plan_reproduction(source: ObjectStore, content: ContentId) -> Plan:
     """How to make ``content`` again, from the records of ``source``. Raises NotFound where there are none."""
     known = _stages()
-    found = sorted(trace_lineage(source, content), key=lambda lineage: lineage.created_at)
+    # Where several calls made the same, one of them is enough.
+    found = in_order(trace_makers(source, makers_of(source, content)[:1]))
     recorded = [lineage for lineage in found if lineage.stage in known]
     if not recorded:
         raise NotFound(f"no stage recorded that it made {content}; only what stages made can be made again")

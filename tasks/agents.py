@@ -35,7 +35,7 @@ from rollout_core.store.loops import LoopThread
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, connections
 from tasks.logs import stage_logger
-from tasks.stage import current_stage, is_refreshing, stage
+from tasks.stage import current_stage, refresh_name, stage
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class Sessions:
                 try:
                     session = await self.open(setting)
                     # A refresh is asked for to have what failed tried again, too.
-                    options = {"resources": resources, "retry_failed": is_refreshing(), "on_progress": show}
+                    options = {"resources": resources, "retry_failed": refresh_name() is not None, "on_progress": show}
                     await session.run(model, sampling, rollout_ids, **options)
                 except BaseException:
                     # What state it is in is not known; the next try starts afresh.

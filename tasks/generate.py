@@ -14,7 +14,7 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
-from rollout_core.data.samples import Sample, decode_samples, encode_samples, ends_of, make_samples
+from rollout_core.data.samples import Sample, decode_samples, draw_again, encode_samples, ends_of, make_samples
 from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work, assist
@@ -35,7 +35,7 @@ from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 
-@stage(version=3, optional=("seed", "opened"))
+@stage(version=3, optional=("seed", "opened", "drawing"))
 def enqueue_prompts(
     prompts: ContentId,
     model: ContentId,
@@ -48,13 +48,15 @@ def enqueue_prompts(
     max_model_len: int | None = None,
     mode: RolloutMode = "train",
     opened: OpenPrompts | None = None,
+    drawing: str | None = None,
     label: str = "",
 ) -> PromptSet:
     """Turn prompt rows into samples of a model and enqueue them in the store.
 
     ``first`` and ``count`` choose rows, going around the end of the file; with a ``seed`` each time around is in an
     order of its own, which follows from it. With ``opened`` they are drawn from what is open then. Enqueueing a sample
-    twice is one rollout.
+    twice is one rollout. With a ``drawing`` they have ids of their own under that name, so that they are generated
+    whether or not the store has completions of them.
     """
     objects = current_stage().objects
     rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
@@ -75,6 +77,8 @@ def enqueue_prompts(
         known_ids=known_ids(folder, tokenizer),
         ends=ends_of(folder, tokenizer, drawn, sampling),
     )
+    if drawing is not None:
+        samples = draw_again(samples, drawing)
     blob = objects.put_bytes(encode_samples(samples))
     enqueue(samples, source=blob, mode=mode)
     stage_logger().info("%d samples enqueued for model %s", len(samples), model.short)

@@ -12,7 +12,8 @@ from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow,
 from rollout_core.models.locating import import_model as file_model, is_gguf, locate_model
 from rollout_core.objects.addresses import complete_object_id
 from rollout_core.objects.imports import record_import
-from rollout_core.objects.records import Dataset, Model, record_derivation
+from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.records import Dataset, Model
 from rollout_core.objects.snapshots import find_start
 from tasks import connections
 from tasks.artifacts import import_progress

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,6 +49,8 @@ class StageEntry:
     result: Record | None = field(default=None, compare=False, repr=False)
     ended: float = field(default_factory=time.time, compare=False)
     """Seconds since the epoch."""
+    key: ContentId | None = field(default=None, compare=False)
+    """Of the call, where its result is cached."""
 
     @property
     def computed(self) -> bool:
@@ -151,6 +153,21 @@ class Journal:
         """Note one call, which has just ended."""
         self.entries.append(entry)
         self.totals.setdefault(entry.stage, StageTotals()).add(entry, time.monotonic())
+
+    def makers_for(self, named: Collection[ContentId]) -> dict[str, str]:
+        """Of these inputs of a call, those that calls of this run gave, with the keys of these calls.
+
+        Where several made the same content, that counts whose other results are inputs as well, and then the last one.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        for entry in self.entries:
+            taken = sum(output in named for output in entry.outputs)
+            for output in entry.outputs:
+                if entry.key is None or output not in named or output in entry.inputs:
+                    continue
+                if taken >= found.get(output, (0, ""))[0]:
+                    found[output] = (taken, entry.key)
+        return {output: key for output, (_, key) in found.items()}
 
 
 _current: ContextVar[Journal | None] = ContextVar("rollout_journal", default=None)

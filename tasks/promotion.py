@@ -294,7 +294,16 @@ def _run() -> str:
 
 async def _get_latest(resource: str) -> ContentId | None:
     async with connections.open_store() as store:
-        return await history.served_model(store, resource)
+        entry = await history.adopt_history(store, current_stage().objects, resource)
+        if entry is not None:
+            stage_logger().warning(
+                "the database knows no %r; by the history in object storage %s became the latest at %s UTC, and is so "
+                "here as well",
+                resource,
+                entry.model.short,
+                f"{entry.at:%Y-%m-%d %H:%M}",
+            )
+        return await history.served_model(store, current_stage().objects, resource)
 
 
 async def _change_latest(change: history.Change, instead_of: history.Served) -> None:
@@ -307,6 +316,6 @@ async def _roll_back(resource: str, to: str | None, reason: str, instead_of: his
     async with connections.open_store() as store:
         entries = history.history_of(objects, resource)
         done = [entry for entry in entries[-1:] if (entry.action, entry.by) == ("rollback", by)]
-        if done and await history.served_model(store, resource) == done[0].model:
+        if done and await history.served_model(store, objects, resource) == done[0].model:
             return done[0]
         return await history.roll_back(store, objects, resource, to=to, by=by, reason=reason, instead_of=instead_of)

@@ -38,7 +38,8 @@ from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import beside_identity, identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
-from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
+from rollout_core.objects.lineage import Lineage, named_in, record_lineage, software_versions
+from rollout_core.objects.records import Record
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from rollout_core.objects.unstored import is_whole
 from tasks import connections
@@ -58,8 +59,9 @@ T = TypeVar("T")
 RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
-REFRESH, TIMEOUT = "refresh_name", "timeout_seconds"
-"""Arguments of every task beside those of its stage, which other processes have to know too; in no key."""
+REFRESH, TIMEOUT, MAKERS = "refresh_name", "timeout_seconds", "made_by"
+"""Arguments of every task beside those of its stage, which other processes have to know too; in no key. The last one:
+of ids among the inputs the keys of the calls of this run that gave them."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 _refresh: ContextVar[str | None] = ContextVar("rollout_refresh", default=None)
@@ -102,9 +104,9 @@ def refreshing(name: str | None) -> Iterator[None]:
         _refresh.reset(token)
 
 
-def is_refreshing() -> bool:
-    """Whether stages called here are computed again, see `refreshing`."""
-    return _refresh.get() is not None
+def refresh_name() -> str | None:
+    """The name under which stages called here are computed again, see `refreshing`."""
+    return _refresh.get()
 
 
 @contextmanager
@@ -196,7 +198,7 @@ class Stage(Generic[P, R]):
             prepared = self._prepare(inputs)
             started = time.monotonic()
             with TagsContext(current_tags=set()):
-                state = cast(State[dict[str, Any]], prepared(**inputs, **self._beside(), return_state=True))
+                state = cast(State[dict[str, Any]], prepared(**inputs, **self._beside(inputs), return_state=True))
             return self._result(inputs, state, time.monotonic() - started, span)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
@@ -204,7 +206,7 @@ class Stage(Generic[P, R]):
         inputs = self._bind(args, kwargs)
         span = self._span(inputs)
         with span.as_current(), TagsContext(current_tags=set()):
-            future = runner.submit(self._prepare(inputs), {**inputs, **self._beside()})
+            future = runner.submit(self._prepare(inputs), {**inputs, **self._beside(inputs)})
         return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds, span))
 
     def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
@@ -212,8 +214,8 @@ class Stage(Generic[P, R]):
 
         ``context`` is Prefect's, of the flow run. The same call may have run elsewhere until its process died.
         """
-        call, refresh, _ = _parted(inputs)
-        with refreshing(refresh):
+        call, beside = _parted(inputs)
+        with refreshing(beside[REFRESH]):
             prepared = self._prepare(call)
         state = run_task_sync(
             prepared, task_run_id=task_run_id, parameters=inputs, return_type="state", context=context
@@ -279,8 +281,8 @@ class Stage(Generic[P, R]):
         return dict(bound.arguments)
 
     def _prefect_key(self, context: TaskRunContext, inputs: dict[str, Any]) -> str:
-        call, refresh, _ = _parted(inputs)
-        with refreshing(refresh):
+        call, beside = _parted(inputs)
+        with refreshing(beside[REFRESH]):
             return self.key(call)
 
     def _task_run_name(self, parameters: dict[str, Any]) -> str:
@@ -288,15 +290,15 @@ class Stage(Generic[P, R]):
         return title_of(self.name, str(spread_arguments(parameters).get(LABEL, "")))
 
     def _as_task_function(self) -> Callable[..., dict[str, Any]]:
-        """The function with two more arguments: what holds for a call has to reach other processes too."""
+        """The function with more arguments: what holds for a call has to reach other processes too."""
 
         @functools.wraps(self._function)
         def run(**inputs: Any) -> dict[str, Any]:
-            call, refresh, seconds = _parted(inputs)
-            with refreshing(refresh):
-                return self._run(call, seconds).model_dump(mode="json")
+            call, beside = _parted(inputs)
+            with refreshing(beside[REFRESH]):
+                return self._run(call, beside).model_dump(mode="json")
 
-        beside = {REFRESH: str | None, TIMEOUT: float | None}
+        beside = {REFRESH: str | None, TIMEOUT: float | None, MAKERS: dict[str, str]}
         parameters = list(self._signature.parameters.values())
         parameters += [inspect.Parameter(name, _BY_NAME, annotation=kind) for name, kind in beside.items()]
         signature = inspect.Signature([parameter.replace(kind=_BY_NAME) for parameter in parameters])
@@ -304,10 +306,12 @@ class Stage(Generic[P, R]):
         run.__annotations__ = {**self._function.__annotations__, **beside, "return": dict}
         return run
 
-    def _beside(self) -> dict[str, Any]:
-        return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.name)}
+    def _beside(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        journal = current_journal()
+        makers = {} if journal is None else journal.makers_for(named_in(identity(spread_arguments(inputs))))
+        return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.name), MAKERS: makers}
 
-    def _run(self, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
+    def _run(self, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
         context = TaskRunContext.get()
         assert context is not None, "a stage's function runs inside its Prefect task"
         storage = connections.result_storage()
@@ -315,7 +319,7 @@ class Stage(Generic[P, R]):
         token = _current_run.set(run)
         compute = self._compute_once if self.cached else self._compute_in_time
         try:
-            return run_interruptibly(lambda: compute(run, inputs, timeout_seconds), stop_signal)
+            return run_interruptibly(lambda: compute(run, inputs, beside), stop_signal)
         finally:
             _current_run.reset(token)
 
@@ -323,33 +327,34 @@ class Stage(Generic[P, R]):
         emit(WorkStart(stage=self.name))
         return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
-    def _compute_in_time(self, run: StageRun, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
-        with in_time(self.name, timeout_seconds):
+    def _compute_in_time(self, run: StageRun, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
+        with in_time(self.name, beside[TIMEOUT]):
             return self._compute(run, inputs)
 
-    def _compute_once(self, run: StageRun, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
-        with alone(run.key, self.name) as check, in_time(self.name, timeout_seconds):
+    def _compute_once(self, run: StageRun, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
+        with alone(run.key, self.name) as check, in_time(self.name, beside[TIMEOUT]):
             run = replace(run, check=check)
             _current_run.set(run)
             record = None if _computes_again.get() else self._stored(run.storage, run.key)
             if record is None:
                 record = self._compute(run, inputs)
-                self._store(run, inputs, record)
+                self._store(run, inputs, record, beside[MAKERS])
             run.objects.delete_ref(progress_ref(run.key))
             return record
 
-    def _store(self, run: StageRun, inputs: dict[str, Any], record: R) -> None:
+    def _store(self, run: StageRun, inputs: dict[str, Any], record: R, makers: Mapping[str, str]) -> None:
         """Make the record durable before Prefect learns of it: Prefect only logs a failed write of its own."""
         lineage = Lineage(
             stage=self.name,
             version=self.version,
-            key=run.key,
+            key=self._plain_key(inputs),
             inputs=identity(spread_arguments(inputs)),
             arguments=beside_identity(spread_arguments(inputs)),
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),
             arithmetic=arithmetic(),
+            makers={ContentId(named): ContentId(key) for named, key in makers.items()},
         )
         run.check()
         record_lineage(run.objects, lineage)
@@ -441,13 +446,14 @@ class Stage(Generic[P, R]):
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             outputs = () if result is None else result.outputs()
-            journal.add(StageEntry(self.name, label, state, seconds, (*ids, *records), outputs, result))
+            key = self._plain_key(inputs) if self.cached else None
+            journal.add(StageEntry(self.name, label, state, seconds, (*ids, *records), outputs, result, key=key))
 
 
-def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, float | None]:
+def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of a stage, and those that every task has beside them."""
     call = dict(inputs)
-    return call, call.pop(REFRESH), call.pop(TIMEOUT)
+    return call, {name: call.pop(name) for name in (REFRESH, TIMEOUT, MAKERS)}
 
 
 class UnreadableResult(RolloutError):

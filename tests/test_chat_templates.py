@@ -21,7 +21,7 @@ from rollout_core.models.chat_templates import own_template, prelude, written_in
 from rollout_core.models.locating import describe, import_model
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of
 from tests.algorithms.test_templates import FAMILIES, TRL, template_of
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "2"}]

@@ -22,7 +22,7 @@ from rollout_core import config as config_package
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import CONFIG_KINDS
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.store import SqlLightningStore
 from tests.flows.conftest import write_toml

@@ -23,7 +23,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.models.precision import cast_model, in_precision_of
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.imports import Source, record_import
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.promotion.export import export_model, model_to_export, push_to_hub
 from rollout_core.promotion.gguf_file import write_gguf
 from rollout_core.promotion.history import Entry, _write  # pyright: ignore[reportPrivateUsage]

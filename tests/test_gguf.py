@@ -32,7 +32,7 @@ from rollout_core.models.locating import Unchecked, converted_before, import_ggu
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.imports import sources_of
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of
 from rollout_core.plans.plan import check_model
 from rollout_core.promotion.gguf_file import write_gguf
 from tests import test_models

@@ -26,7 +26,7 @@ from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, local_tre
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.leases import lease, live_leases
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.sweeps import announced
 from rollout_core.objects.verification import verify_store

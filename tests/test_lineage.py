@@ -28,16 +28,18 @@ from rollout_core.objects.imports import (
     sources_of,
 )
 from rollout_core.objects.layered import lay_out, layers_of
-from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
-from rollout_core.objects.openlineage import events
-from rollout_core.objects.records import (
+from rollout_core.objects.lineage import (
     Lineage,
+    in_order,
     lineage_of,
+    makers_of,
     record_lineage,
     software_versions,
     trace_descendants,
     trace_lineage,
 )
+from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
+from rollout_core.objects.openlineage import events
 from rollout_core.objects.verification import verify_store
 
 PROMPTS, SAMPLES, SCORES, MODEL, MODEL_AFTER = (hash_bytes(bytes([n])) for n in range(5))
@@ -72,10 +74,129 @@ def test_every_output_leads_to_the_record_of_its_stage(objects: ObjectStore) -> 
     assert lineage_of(objects, PROMPTS) is None
 
 
-def test_the_last_record_of_an_id_counts(objects: ObjectStore) -> None:
-    record_lineage(objects, made("first", {}, SAMPLES))
-    record_lineage(objects, made("second", {}, SAMPLES))
-    assert lineage_of(objects, SAMPLES) == made("second", {}, SAMPLES)
+def later(lineage: Lineage, hours: float, **changes: Any) -> Lineage:
+    return lineage.model_copy(update={"created_at": lineage.created_at + timedelta(hours=hours), **changes})
+
+
+def test_content_keeps_all_its_makers_and_of_a_call_that_is_made_again_the_last_record(objects: ObjectStore) -> None:
+    first, second = made("first", {}, SAMPLES), later(made("second", {}, SAMPLES), 1)
+    again = later(first, 2)
+    for lineage in (second, first, again):
+        record_lineage(objects, lineage)
+    assert makers_of(objects, SAMPLES) == [second, again]
+    assert lineage_of(objects, SAMPLES) == again
+
+
+ZEROS = hash_bytes(b"[0.0, 0.0]")
+
+
+def iterations(objects: ObjectStore, *, named: bool) -> list[Lineage]:
+    """Updates of three iterations of which all rewards are 0, each from the model of the one before, on two nights
+    that begin with other prompts. Of the second night the first iteration is scored before the first one's is learnt
+    from, as it may be on another machine."""
+    updates: list[Lineage] = []
+    for night in range(2):
+        model = MODEL
+        record_lineage(
+            objects, made("import", {"path": str(night)}, prompts := hash_bytes(f"prompts {night}".encode()))
+        )
+        for number in range(3):
+            blobs = (hash_bytes(f"{what} {night} {number}".encode()) for what in ("samples", "completions", "model"))
+            samples, completions, after = blobs
+            when, label = 10.0 * night + number, f"night {night} iteration {number}"
+            drawn = later(made("generate", {"prompts": prompts, "model": model, "label": label}, samples), when)
+            answered = later(made("infer", {"samples": samples, "label": label}, completions, samples), when)
+            record = {"completions": completions, "samples": samples}
+            scored = later(made("score", {"completions": record, "label": label}, ZEROS, completions), when + 0.1)
+            inputs = {"scores": {"scores": ZEROS, "completions": completions}, "samples": samples, "model": model}
+            updated = made("update", {**inputs, "label": label}, after)
+            makers = {ZEROS: scored.key, completions: answered.key} if named else {}
+            updates.append(later(updated, when + (20.0 if night == 0 else 0.2), makers=makers))
+            for lineage in (drawn, answered, scored, updates[-1]):
+                record_lineage(objects, lineage)
+            model = after
+    return updates
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_of_equal_content_lineage_names_the_maker_that_the_consumer_had_it_from(objects, named: bool) -> None:
+    """Rewards that are all 0 are one blob, whichever iterations of whichever night made them."""
+    updates = iterations(objects, named=named)
+    for night, last in enumerate((updates[2], updates[5])):
+        found = trace_lineage(objects, last.outputs[0])
+        labels = {str(lineage.inputs["label"]) for lineage in found if lineage.stage != "import"}
+        assert labels == {f"night {night} iteration {number}" for number in range(3)}
+        assert [lineage.inputs["path"] for lineage in found if lineage.stage == "import"] == [str(night)]
+        assert len(found) == 3 * 4 + 1
+        # Whoever makes it again makes rewards before what is learnt from them.
+        stages_in_order = stages(in_order(found))
+        assert stages_in_order == ["import", *["generate", "infer", "score", "update"] * 3]
+        # A drawing and a text say the same.
+        graph = lineage_graph(found)
+        names = {node.name: node.title for node in graph.nodes}
+        arrows = {(names[start], names[end]) for start, end in graph.edges}
+        for number in range(3):
+            about = f"night {night} iteration {number}"
+            assert (f"score {about}", f"update {about}") in arrows
+        assert sum(start.startswith("score") for start, _ in arrows) == 3
+        assert as_text(found, asked=last.outputs[0]).count(f"{ZEROS.short}  score night {night} iteration 2") == 1
+    # And downwards: what one night's prompts led to, not what learnt from rewards that are the same.
+    prompts = hash_bytes(b"prompts 1")
+    down = trace_descendants(objects, prompts)
+    assert len(down) == 12 and all("night 1" in str(lineage.inputs["label"]) for lineage in down)
+    # Asked for itself, it was made by all of them.
+    assert len(makers_of(objects, ZEROS)) == 6
+    text = as_text(trace_lineage(objects, ZEROS), asked=ZEROS)
+    assert "the same content was made 6 times: score night 0 iteration 0, " in text
+
+
+def test_catalogues_are_not_told_that_equal_content_is_one_data_set(objects: ObjectStore) -> None:
+    updates = iterations(objects, named=True)
+    documents = [json.loads(line) for line in events(trace_lineage(objects, updates[2].outputs[0]))]
+
+    def names_of(job: str, way: str) -> list[str]:
+        found = [document for document in documents if document["job"]["name"] == f"{job}/1"]
+        return [one["name"] for document in found for one in document[way] if one["name"].startswith(ZEROS)]
+
+    made_as, taken_as = names_of("score", "outputs"), names_of("update", "inputs")
+    assert len(set(made_as)) == 3 and made_as == taken_as
+
+
+def test_a_single_record_that_another_iteration_wrote_over_is_not_taken_for_the_maker(objects: ObjectStore) -> None:
+    """As stores of earlier versions have it, which kept the last maker of equal content alone."""
+    updates = iterations(objects, named=False)
+    for name in objects.ref_names(f"makers/{ZEROS}"):
+        last = objects.get_ref(name)
+        objects.delete_ref(name)
+    assert last is not None
+    objects.set_ref(f"lineage/{ZEROS}", last)
+    [kept] = makers_of(objects, ZEROS)
+    owner = next(update for update in updates if update.inputs["label"] == kept.inputs["label"])
+    for update in updates:
+        found = trace_lineage(objects, update.outputs[0])
+        assert (kept in found) == (owner in found)
+
+
+def test_garbage_collection_follows_the_makers_of_what_is_kept_alone(objects: ObjectStore) -> None:
+    """The other nights' completions are not kept for ever because their rewards were all 0 as well."""
+    zeros = objects.put_bytes(b"[0.0, 0.0]")
+    completions = [objects.put_bytes(b'{"night":%d}' % night) for night in range(3)]
+    for night, made_of in enumerate(completions):
+        record_lineage(
+            objects, later(made("score", {"completions": made_of, "label": str(night)}, zeros, made_of), night)
+        )
+        record_lineage(objects, made("infer", {"prompts": PROMPTS, "label": str(night)}, made_of))
+    kept = objects.put_json({"scores": zeros, "completions": completions[1]})
+    objects.set_ref("labels/kept", kept)
+    collect_garbage(objects, min_age=timedelta(0), keep_notes=timedelta(0))
+    assert [objects.exists(one) for one in completions] == [False, True, False]
+    assert [maker.inputs["label"] for maker in makers_of(objects, zeros)] == ["1"]
+    # Where nothing tells, all that may have made it stays.
+    objects.set_ref("labels/kept", zeros)
+    record_lineage(objects, made("score", {"completions": (other := objects.put_bytes(b"{}"))}, zeros, other))
+    collect_garbage(objects, min_age=timedelta(0), keep_notes=timedelta(0))
+    assert objects.exists(completions[1]) and objects.exists(other)
+    assert not verify_store(objects).damage
 
 
 def test_a_trace_is_breadth_first_and_names_each_stage_once(objects: ObjectStore) -> None:
@@ -108,11 +229,12 @@ def test_what_was_made_from_an_id_is_found_whoever_else_made_what(objects: Objec
     assert stages(trace_descendants(objects, PROMPTS)) == ["generate", "score", "update"]
     assert stages(trace_descendants(objects, SCORES)) == ["update"]
     assert trace_descendants(objects, MODEL_AFTER) == []
-    # A cycle ends, and what has been made anew since counts no more.
+    # A cycle ends.
     record_lineage(objects, made("join", {"of": MODEL_AFTER}, PROMPTS))
     assert stages(trace_descendants(objects, PROMPTS)) == ["generate", "score", "update", "join"]
-    record_lineage(objects, made("import", {"path": "samples.jsonl"}, SAMPLES))
-    assert trace_descendants(objects, MODEL) == []
+    # What is made again from elsewhere leaves what took it before as it was.
+    record_lineage(objects, later(made("import", {"path": "samples.jsonl"}, SAMPLES), 1))
+    assert stages(trace_descendants(objects, MODEL))[:3] == ["generate", "score", "update"]
 
 
 def test_a_graph_has_a_box_for_each_stage_and_arrows_along_what_it_took(objects: ObjectStore) -> None:

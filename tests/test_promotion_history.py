@@ -75,7 +75,7 @@ class Place:
         return self.do(lambda store: roll_back(store, self.objects, resource, to=to, by="ann@rollout rollback"))
 
     def served(self, resource: str = "policy") -> ContentId | None:
-        return self.do(lambda store: served_model(store, resource))
+        return self.do(lambda store: served_model(store, self.objects, resource))
 
     def history(self, resource: str = "policy") -> list[Entry]:
         return history_of(self.objects, resource)
@@ -101,6 +101,37 @@ def test_a_promotion_says_who_what_instead_of_what_and_why(place: Place):
     ]
     assert entries[0].at < entries[1].at and place.served() == second
     assert history.resources_with_history(place.objects) == ["policy"]
+
+
+def test_a_new_database_beside_old_objects_serves_what_the_history_made_the_latest(place: Place):
+    """The page on several machines has people copy the objects and name a new database."""
+    first, second = place.model("first"), place.model("second")
+    place.promote(first)
+    place.promote(second)
+    place.database = f"sqlite:///{place.folder}/new.db"
+    assert place.served() == second and place.served("other") is None
+
+    def stand() -> ContentId | None:
+        latest = place.do(lambda store: store.get_latest_resources())
+        return latest.resources["policy"].model if latest else None
+
+    assert stand() is None
+    # Nothing is promoted instead of nothing: what was looked at still counts.
+    change = Change("promote", "policy", first, "flow run 3", "worse")
+    with pytest.raises(history.LatestChanged):
+        place.do(lambda store: change_latest(store, place.objects, change, instead_of=None))
+    adopted = place.do(lambda store: history.adopt_history(store, place.objects, "policy"))
+    assert adopted.model == second and stand() == second and len(place.history()) == 2
+    assert place.do(lambda store: history.adopt_history(store, place.objects, "policy")) is None
+    # And without it the next change knows what it is made instead of, and one can go back.
+    place.database = f"sqlite:///{place.folder}/newer.db"
+    assert place.back().model == first and place.history()[-1].previous == second
+    assert stand() == first
+    # Of a resource that is somebody else's, the history says nothing.
+    other = LLM(endpoint="http://host/v1", model="theirs", sampling_parameters={})
+    place.do(lambda store: store.add_resources({"policy": other}))
+    assert place.served() is None
+    assert place.do(lambda store: history.adopt_history(store, place.objects, "policy")) is None
 
 
 def test_going_back_twice_goes_back_by_two_and_writes_the_history(place: Place):

@@ -16,7 +16,7 @@ from rollout_core.data.examples import positions_between
 from rollout_core.data.sample_lineage import number_of, samples_behind, who_saw
 from rollout_core.data.samples import Completion, encode_completion, encode_samples, identify, identities_of
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 from tests.test_cli import refused, rollout
 from tests.test_lineage import made
 

@@ -24,7 +24,7 @@ from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, Missi
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import GcReport, named_ids
-from rollout_core.objects.records import Lineage, lineage_of, record_lineage
+from rollout_core.objects.lineage import Lineage, lineage_of, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import tar_stream

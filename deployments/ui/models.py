@@ -19,8 +19,8 @@ from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.imports import Imported, imports_behind
+from rollout_core.objects.lineage import Lineage, trace_descendants, trace_lineage
 from rollout_core.objects.lineage_graph import LineageGraph, as_svg, lineage_graph
-from rollout_core.objects.records import Lineage, trace_descendants, trace_lineage
 from rollout_core.objects.trees import TreeManifest
 from rollout_core.promotion.history import Entry, history_of, resources_with_history, served_model
 
@@ -65,7 +65,7 @@ class ModelPages:
             return {name: _History(entries, _sizes(objects, entries)) for name, entries in found.items()}
 
         found = await run_in_threadpool(histories)
-        served = {name: None if store is None else await served_model(store, name) for name in found}
+        served = {name: None if store is None else await served_model(store, objects, name) for name in found}
         return self._pages.show(
             "models.html", request, histories=found, served=served, no_database=store is None, run_in=_run_in
         )

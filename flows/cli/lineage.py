@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout_core.data.sample_lineage import Sighting
     from rollout_core.objects import ObjectStore
     from rollout_core.objects.imports import Imported
-    from rollout_core.objects.records import Lineage
+    from rollout_core.objects.lineage import Lineage
 
 Origin = Annotated[
     str,
@@ -63,8 +63,8 @@ def lineage(
         from flows.connections import object_store
         from rollout_core.base.errors import NotFound
         from rollout_core.objects.imports import imports_behind
+        from rollout_core.objects.lineage import trace_descendants, trace_lineage
         from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
-        from rollout_core.objects.records import trace_descendants, trace_lineage
 
         with object_store(storage) as objects:
             found_id = _meant(objects, content_id, down)
@@ -200,7 +200,7 @@ def reproduce(
         from rollout_core.base.determinism import hold_numerics
         from rollout_core.base.errors import ConfigError
         from rollout_core.objects.addresses import complete_lineage_id
-        from rollout_core.objects.records import trace_lineage
+        from rollout_core.objects.lineage import trace_lineage
 
         if into is None and not check:
             raise ConfigError("give --into FOLDER, where it is made again, or --check")
@@ -268,10 +268,11 @@ def _served(resource: str) -> str:
 
     with storage_and_database() as known:
         known.try_database()
+        objects = known.open_objects()
 
         async def look() -> str | None:
             async with SqlLightningStore.from_url(known.database_url()) as store:
-                return await served_model(store, resource)
+                return await served_model(store, objects, resource)
 
         found = asyncio.run(look())
     if found is None:

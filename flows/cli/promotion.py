@@ -33,7 +33,7 @@ def promotions(
 
         async def look(objects: ObjectStore, store: LightningStore) -> dict[str, tuple[str | None, list[Entry]]]:
             names = resources_with_history(objects) if resource is None else [resource]
-            return {name: (await served_model(store, name), history_of(objects, name)[::-1]) for name in names}
+            return {name: (await served_model(store, objects, name), history_of(objects, name)[::-1]) for name in names}
 
         found = _connected(look)
         if as_json:

@@ -276,6 +276,36 @@ def store_bridge(
         typer.echo(f"bridge ended: {tally}")
 
 
+@store_app.command("copy")
+def store_copy(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="Database URL of the store; nothing of it is changed.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="Database URL of an empty database.")],
+    debug: Debug = False,
+) -> None:
+    """Copy a whole store into another database, such as from SQLite to PostgreSQL.
+
+    It has rollouts, attempts, spans, resources and workers. Everything that uses either database has to end first.
+    Every row is read back and compared; a copy that was killed goes on where it was when it is started again.
+    """
+    with one_line_errors(debug):
+        from rollout_core.store.sql.copying import copy_store
+
+        shown = time.monotonic()
+        total = 0
+
+        def show(table: str, rows: int) -> None:
+            nonlocal shown, total
+            total += rows
+            if time.monotonic() >= shown + LOG_SECONDS:
+                shown = time.monotonic()
+                sys.stderr.write(f"{total:,} rows written, now of {table}\n")
+
+        copied = copy_store(source, target, show)
+        for name, rows in copied.rows.items():
+            typer.echo(f"{name:17} {rows:>12,}")
+        typer.echo(f"both have the same rows; {copied.written:,} were written now")
+
+
 @store_app.command("migrate")
 def store_migrate(database: DatabaseURL, debug: Debug = False) -> None:
     """Bring a store's database to the schema of this version."""

@@ -127,8 +127,8 @@ class RunInfo(Settings):
     refresh: bool | str = False
     """Compute stages again, each once: true, in this flow run (which resumes after `prefect flow-run retry`);
     a name, such as a date, under that name, so that a killed run resumes when it is started again
-    with the same name. Later runs without a refresh find the new results. Samples already in the store's ledger are not
-    generated twice either way."""
+    with the same name. Later runs without a refresh find the new results. Completions are not generated again, either
+    way: those of samples that the store has are taken from it."""
 
     resume: str | None = None
     """Training starts from a snapshot: ``latest`` of this run's name and algorithm, or its id or the first digits of

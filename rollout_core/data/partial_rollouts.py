@@ -31,7 +31,7 @@ from rollout_core.data.samples import (
 )
 from rollout_core.data.text import told_tokens
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,10 @@ def carried_behind(objects: ObjectStore, train_state: ContentId, *, group_size: 
     """
     update = lineage_of(objects, train_state)
     scores = None if update is None else update.inputs.get("scores")
-    joined = lineage_of(objects, ContentId(scores["completions"])) if isinstance(scores, dict) else None
+    joined = None
+    if update is not None and isinstance(scores, dict):
+        completions = ContentId(scores["completions"])
+        joined = maker_for(update, completions, makers_of(objects, completions))
     if joined is None or joined.stage != "join_completions":
         raise ConfigError(
             f"snapshot {train_state.short} was left by an iteration without partial_rollouts, or what that was made of "

@@ -22,7 +22,7 @@ from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import prompt_of
 from rollout_core.models.precision import ROUNDS
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, trace_descendants, trace_lineage
+from rollout_core.objects.lineage import Lineage, in_order, trace_descendants, trace_lineage
 from rollout_core.objects.trees import TREE_BEGINS
 
 TRAINS = "_update"
@@ -39,7 +39,7 @@ def samples_behind(objects: ObjectStore, content: ContentId) -> Iterator[bytes]:
 
     Raises NotFound where no stage that trained is known, MissingObject where housekeeping gave up what it learnt from.
     """
-    found = sorted(trace_lineage(objects, content), key=lambda lineage: lineage.created_at)
+    found = in_order(trace_lineage(objects, content))
     if not any(lineage.stage.endswith(TRAINS) for lineage in found):
         raise NotFound(f"no stage that trained is recorded behind {content}")
     for lineage in found:
@@ -163,7 +163,7 @@ def who_saw(objects: ObjectStore, data: ContentId, number: int) -> Iterator[Sigh
         as_prompt, *_ = parse_rows(row, "row", PromptRow)
     except DataError:  # of a data set that is not for prompts
         as_prompt = None
-    found = sorted(trace_descendants(objects, data), key=lambda lineage: lineage.created_at)
+    found = in_order(trace_descendants(objects, data))
     if any(lineage.stage == "enqueue_tasks" for lineage in found):
         raise ConfigError(
             f"{data.short} holds tasks of an agent, whose samples are conversations; `rollout lineage CHECKPOINT "

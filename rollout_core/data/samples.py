@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from rollout_core.base.errors import ConfigError, Fatal, well_formed
-from rollout_core.base.ids import ContentId, SampleIds
+from rollout_core.base.ids import ContentId, SampleIds, content_id, seed_of
 from rollout_core.config import SamplingParams, identity
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts, with_own_bos
@@ -85,6 +85,13 @@ class Sample:
     """That the chat template shows to the model."""
     ends: list[int] = field(default_factory=list)
     """Tokens that end it beside the model's own ends: those by which the chat template ends a turn."""
+    drawn_as: ContentId | None = None
+    """The sample that this one draws again, from the same seed; see `draw_again`."""
+
+    @property
+    def seed(self) -> int:
+        """Of its random numbers."""
+        return seed_of(self.drawn_as or self.id)
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,17 @@ def identify(
     return samples
 
 
+def draw_again(samples: Iterable[Sample], drawing: str) -> list[Sample]:
+    """The same samples under ids of a ``drawing``, which the store has no completions of: they are generated again.
+
+    Seeds stay, so an engine that computes as the one before draws the same tokens.
+    """
+    return [
+        replace(sample, id=content_id("drawing/1", [sample.id, drawing]), drawn_as=sample.drawn_as or sample.id)
+        for sample in samples
+    ]
+
+
 def prompt_of(row: PromptRow) -> Any:
     """The text of a row, or its messages, as its samples have them."""
     if row.prompt is not None:
@@ -231,7 +249,7 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
     lines = []
     for sample in samples:
         line = {name: getattr(sample, name) for name in names}
-        for name in ("tools", "ends"):
+        for name in ("tools", "ends", "drawn_as"):
             if not line[name]:
                 del line[name]
         lines.append(orjson.dumps(line, option=_DUMP))

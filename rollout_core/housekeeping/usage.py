@@ -9,7 +9,16 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.objects.files import LINEAGE_REFS, PROMOTION_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat, parsed
+from rollout_core.objects.files import (
+    LINEAGE_FOLDERS,
+    LINEAGE_REFS,
+    MAKER_REFS,
+    PROMOTION_REFS,
+    RESULT_REFS,
+    SNAPSHOT_REFS,
+    FileStat,
+    parsed,
+)
 from rollout_core.objects.gc import Marking, Scope
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.objects.store import blob_key
@@ -63,7 +72,7 @@ def measure(objects: ObjectStore, *, named_elsewhere: Collection[ContentId] = ()
     groups[DATABASE] = {content_id: content_id for content_id in named_elsewhere}
     for what, roots in groups.items():
         # A record of lineage names its inputs, which it does not keep by itself.
-        is_lineage = what == LINEAGE_REFS
+        is_lineage = what in (MAKER_REFS, LINEAGE_REFS)
         named = set(roots.values()) & blobs.keys()
         for content_id in named if is_lineage else _closure(marking, named, blobs, names_in):
             users[content_id].add(what)
@@ -115,7 +124,7 @@ def _groups(objects: ObjectStore) -> dict[str, dict[str, ContentId]]:
 
 def _stages(objects: ObjectStore, refs: Mapping[str, ContentId]) -> Iterator[tuple[str, str]]:
     """Refs of results and the stages that made them, by the records of lineage."""
-    records = {named for name, named in refs.items() if name.startswith(f"{LINEAGE_REFS}/")}
+    records = {named for name, named in refs.items() if name.startswith(LINEAGE_FOLDERS)}
 
     def read(record: ContentId) -> tuple[str, str] | None:
         try:

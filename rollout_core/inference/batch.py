@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, cast
 import orjson
 
 from rollout_core.base.errors import Recoverable, RolloutError
-from rollout_core.base.ids import ContentId, seed_of
+from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import (
     Failure,
@@ -369,7 +369,7 @@ class _BatchRun:
             key=str(sample_id),
             prompt_token_ids=sample.prompt_token_ids,
             params=self._params,
-            seed=seed_of(sample_id),
+            seed=sample.seed,
             prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
             messages=() if isinstance(sample.prompt, str) else sample.prompt,
             tools=sample.tools,

@@ -45,7 +45,8 @@ from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import FINISHED_REFS
 from rollout_core.objects.imports import Source, record_import
-from rollout_core.objects.records import PromptShards, ShardCompletions, record_derivation
+from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.records import PromptShards, ShardCompletions
 from rollout_core.store import LightningStore
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from rollout_core.config.base import is_template_text
 from rollout_core.models.bounded.tokenizing import look_into
 from rollout_core.models.pretrained import read_object
 from rollout_core.objects import ObjectStore, TreeManifest
-from rollout_core.objects.records import lineage_of, record_derivation
+from rollout_core.objects.lineage import lineage_of, record_derivation
 from rollout_core.objects.trees import TreeFile
 
 TEMPLATE_FILE = "chat_template.jinja"

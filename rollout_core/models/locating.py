@@ -52,7 +52,7 @@ from rollout_core.models.pretrained import (
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
-from rollout_core.objects.records import record_derivation
+from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.trees import hash_file
 from rollout_core.objects.unstored import check_stored, keep_model
 

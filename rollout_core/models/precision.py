@@ -26,7 +26,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.trees import files_of
 from rollout_core.objects.unstored import local_model
 

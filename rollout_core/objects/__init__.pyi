@@ -1,3 +1,8 @@
+from .lineage import (
+    Lineage as Lineage,
+    lineage_of as lineage_of,
+    trace_lineage as trace_lineage,
+)
 from .records import (
     BlobId as BlobId,
     Checkpoint as Checkpoint,
@@ -5,15 +10,12 @@ from .records import (
     Dataset as Dataset,
     EvalReport as EvalReport,
     Experience as Experience,
-    Lineage as Lineage,
     Model as Model,
     PromptSet as PromptSet,
     Record as Record,
     Scores as Scores,
     SnapshotRecord as SnapshotRecord,
     TreeId as TreeId,
-    lineage_of as lineage_of,
-    trace_lineage as trace_lineage,
 )
 from .snapshots import (
     Snapshot as Snapshot,

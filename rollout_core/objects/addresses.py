@@ -25,7 +25,7 @@ from rollout_core.config.rewards import ModelReward
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import remote_files
 from rollout_core.objects.buckets import RemoteFiles
-from rollout_core.objects.files import IMPORT_REFS, LINEAGE_REFS, SNAPSHOT_REFS, storage_faults
+from rollout_core.objects.files import IMPORT_REFS, LINEAGE_REFS, MAKER_REFS, SNAPSHOT_REFS, storage_faults
 from rollout_core.objects.trees import TREE_BEGINS
 
 MIN_DIGITS = 8
@@ -41,7 +41,7 @@ def complete_snapshot_id(objects: ObjectStore, digits: str) -> ContentId:
 def complete_lineage_id(objects: ObjectStore, digits: str) -> ContentId:
     """The id with a record of lineage, or of where it was brought in from, that begins with ``digits``; raises as
     `complete_id` does."""
-    known = chain(_names_below(objects, LINEAGE_REFS), _names_below(objects, IMPORT_REFS))
+    known = chain.from_iterable(_names_below(objects, folder) for folder in (MAKER_REFS, LINEAGE_REFS, IMPORT_REFS))
     return complete_id(digits, known, "record of lineage")
 
 

@@ -442,7 +442,10 @@ def _check(name: str, named: ContentId) -> ContentId:
 
 RESULT_REFS = "results"
 SNAPSHOT_REFS = "snapshots"
+MAKER_REFS = "makers"
+"""Below it, under an id and the key of the call of a stage that made it, stands the record of its lineage."""
 LINEAGE_REFS = "lineage"
+"""Below it, under an id, stands the record of its last maker, as versions before `MAKER_REFS` wrote it."""
 EXPIRED_REFS = "expired"
 """Below it stand refs that housekeeping took away, while a run is under way that may have read them before."""
 LET_GO_REFS = "let-go"
@@ -460,7 +463,8 @@ IMPORT_REFS = "imports"
 """Below it, under its id, stands where content was brought in from, as `imports.Source`."""
 RUN_RECORD_REFS = "run-records"
 """Below it stands the record of each flow run."""
-SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
+LINEAGE_FOLDERS = (f"{MAKER_REFS}/", f"{LINEAGE_REFS}/")
+SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, MAKER_REFS, LINEAGE_REFS)
 RECORD_BYTES = 2**20
 """Records are rarely larger."""
 
@@ -472,8 +476,12 @@ def own_refs(document: Any) -> set[str]:
             return {f"{RESULT_REFS}/{key}"}
         case {"id": str(snapshot), "run_id": str(run), "files": files, "algorithm": _} if is_content_id(files):
             return {f"{SNAPSHOT_REFS}/{snapshot}/{run}"}
-        case {"stage": str(), "key": str(), "outputs": [*outputs]}:
-            return {f"{LINEAGE_REFS}/{output}" for output in outputs if is_content_id(output)}
+        case {"stage": str(), "key": str(key), "outputs": [*outputs]}:
+            made = [output for output in outputs if is_content_id(output)]
+            return {
+                *(f"{MAKER_REFS}/{output}/{key}" for output in made),
+                *(f"{LINEAGE_REFS}/{output}" for output in made),
+            }
     return set()
 
 

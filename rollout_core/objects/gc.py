@@ -22,7 +22,7 @@ from rollout_core.objects.files import (
     GIVEN_UP_REFS,
     IMPORT_REFS,
     LET_GO_REFS,
-    LINEAGE_REFS,
+    LINEAGE_FOLDERS,
     PROMOTION_REFS,
     RECORD_BYTES,
     SELF_NAMED_REFS,
@@ -63,7 +63,7 @@ NOTE_REFS = (
 )
 """Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
-ABOUT_REFS = (f"{LINEAGE_REFS}/", FINISHED_REFS, f"{LET_GO_REFS}/", f"{IMPORT_REFS}/")
+ABOUT_REFS = (*LINEAGE_FOLDERS, FINISHED_REFS, f"{LET_GO_REFS}/", f"{IMPORT_REFS}/")
 """Below them, under an id, stands what is known of a blob, a snapshot or code."""
 UNSTORED_MODEL = "unstored model/1"
 """Kind of a note below `LET_GO_REFS`, see `unstored`."""
@@ -125,8 +125,9 @@ def collect_garbage(
 
     A reached blob of JSON or JSON lines reaches every blob whose id is a string in it (also in JSON within a string),
     so results, records and manifests keep what they name. The lineage of what is live is live, with the inputs it
-    names; the lineage of anything else keeps its record for ``keep_notes``, not its data. Ids kept elsewhere, such as
-    in a database, must be given as ``extra_roots``.
+    names; the lineage of anything else keeps its record for ``keep_notes``, not its data. Of several records that made
+    equal content those are followed whose other outputs are live as well. Ids kept elsewhere, such as in a database,
+    must be given as ``extra_roots``.
 
     Notes keep what they name, such as the shards of an input or the model of a run, until nobody has set them for
     ``keep_notes``; then they are deleted. Those below `FINISHED_REFS` live as long as the blob they are about.
@@ -212,7 +213,10 @@ class Marking:
         self._about: dict[ContentId, set[ContentId]] = {}
         """What is noted of a blob or snapshot, by its id."""
         self._lineage: dict[ContentId, set[ContentId]] = {}
-        """Records of how it was made."""
+        """Records of how it was made, by its id; several where calls of stages made the same."""
+        self._lineage_refs: dict[str, ContentId] = {}
+        self._outputs: dict[ContentId, set[ContentId]] = {}
+        """Of records of lineage, as far as they were asked for."""
         self._seen: set[ContentId] = set()
         self._given_up: set[ContentId] = set()
         """Models that their run gave up, whose weights only those need that name the model itself."""
@@ -247,18 +251,22 @@ class Marking:
                 roots.add(named)
                 continue
             blob = ContentId(_subject(name, about))
-            notes = self._lineage if about == ABOUT_REFS[0] else self._about
-            notes.setdefault(blob, set()).add(named)
+            is_lineage = about in LINEAGE_FOLDERS
+            (self._lineage if is_lineage else self._about).setdefault(blob, set()).add(named)
+            if is_lineage:
+                self._lineage_refs[name] = named
             if about == f"{LET_GO_REFS}/" and blob in self._blobs and self._is_given_up(named):
                 self._given_up.add(blob)
             if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
-            if blob in self._seen and (notes is self._about or self._scope.weights_of_inputs):
+            if blob in self._seen and not is_lineage:
                 roots.add(named)
+        if self._scope.weights_of_inputs:
+            roots |= self._only_records(self._seen)
         self.reach(roots)
         self.reach(set().union(*(self._left_out.pop(model, ()) for model in self._chosen)))
         if not self._scope.weights_of_inputs:
-            self._trace(set().union(*(self._lineage.get(seen, ()) for seen in self._seen | self._traced)))
+            self._trace(self._only_records(self._seen | self._traced))
 
     def _named_by(self, name: str) -> ContentId | None:
         try:
@@ -285,13 +293,21 @@ class Marking:
     def orphaned_notes(self) -> list[str]:
         """Keys of the refs below `ABOUT_REFS`, but for lineage, about what was not reached."""
         known = self.reached | self._seen | self._traced
-        return [key for folder in ABOUT_REFS[1:] for key, blob in self._notes(folder) if blob not in known]
+        folders = [folder for folder in ABOUT_REFS if folder not in LINEAGE_FOLDERS]
+        return [key for folder in folders for key, blob in self._notes(folder) if blob not in known]
 
     def unused_notes(self, *, unreadable: bool) -> list[str]:
         """Keys of the refs below `NOTE_REFS` that nobody has set for long, and, unless something is ``unreadable``, of
-        the lineage of what is gone."""
-        known = self.reached | self._seen | self._traced
-        lineage = [] if unreadable else [key for key, blob in self._notes(ABOUT_REFS[0]) if blob not in known]
+        the lineage of what is gone, and records of what else made content that is live."""
+        followed = self._seen | self._traced
+        known = self.reached | followed
+        lineage: list[str] = []
+        for folder in () if unreadable else LINEAGE_FOLDERS:
+            for key, blob in self._notes(folder):
+                record = self._lineage_refs.get(key.removeprefix("refs/"))
+                is_one_of_several = record is not None and len(self._lineage[ContentId(blob)]) > 1
+                if blob not in known or (is_one_of_several and record not in followed):
+                    lineage.append(key)
         return [*sorted(self._unused), *lineage]
 
     def _notes(self, folder: str) -> Iterator[tuple[str, str]]:
@@ -302,24 +318,55 @@ class Marking:
     def reach(self, roots: Iterable[ContentId]) -> None:
         """Reach ``roots`` and, level by level, all that they name."""
         level = set(roots)
-        notes = [self._about, *([self._lineage] if self._scope.weights_of_inputs else [])]
+        follows_lineage = self._scope.weights_of_inputs
         while level:
             self._seen |= level
-            level = self._named_in(level, level, notes) - self._seen
+            level = self._named_in(level, level, follows_lineage) - self._seen
+            if not level and follows_lineage:
+                level = self._records_of_several(self._seen)
 
-    def _named_in(
-        self, level: set[ContentId], followed: set[ContentId], notes: Sequence[Mapping[ContentId, set[ContentId]]]
-    ) -> set[ContentId]:
-        """Keep ``level``; what those of it that are ``followed`` name, and what ``notes`` say of it."""
+    def _named_in(self, level: set[ContentId], followed: set[ContentId], follows_lineage: bool) -> set[ContentId]:
+        """Keep ``level``; what those of it that are ``followed`` name, what is noted of it, and how it was made."""
         self.reached |= level & self._blobs.keys()
         found = followed & self._blobs.keys()
         named = set(chain.from_iterable(self.names_in_each(found)))
-        named.update(*(kept[seen] for kept in notes for seen in level if seen in kept))
+        named.update(*(self._about[seen] for seen in level if seen in self._about))
+        if follows_lineage:
+            named |= self._only_records(level)
         return {name for name in named if name in self._blobs or name in self._about or name in self._lineage}
 
     def names_in_each(self, found: Iterable[ContentId]) -> list[set[ContentId]]:
         """The ids that each of these blobs names."""
         return self._objects.in_parallel(self._names_in, found)
+
+    def _only_records(self, seen: Iterable[ContentId]) -> set[ContentId]:
+        """The records of lineage of what was made once."""
+        known = (self._lineage.get(content_id, set()) for content_id in seen)
+        return set().union(*(records for records in known if len(records) == 1))
+
+    def _records_of_several(self, seen: set[ContentId]) -> set[ContentId]:
+        """Once all else was reached: of what was made several times, such as rewards that are all 0, the records of
+        which all outputs were seen, or the most, that are not among ``seen`` yet."""
+        whole: set[ContentId] = set()
+        likely: set[ContentId] = set()
+        for content_id in seen & self._lineage.keys():
+            records = self._lineage[content_id]
+            if len(records) == 1:
+                continue
+            missing = {record: len(self._outputs_of(record) - seen) for record in records}
+            fewest = min(missing.values())
+            (likely if fewest else whole).update(record for record in records if missing[record] == fewest)
+        return (whole - seen) or (likely - seen)
+
+    def _outputs_of(self, record: ContentId) -> set[ContentId]:
+        if record not in self._outputs:
+            try:
+                document = parsed(self._objects.files.read(blob_key(record)))
+            except FileNotFoundError:
+                document = None
+            outputs = document.get("outputs", ()) if isinstance(document, dict) else ()
+            self._outputs[record] = {ContentId(one) for one in outputs if is_content_id(one)}
+        return self._outputs[record]
 
     def _trace(self, records: set[ContentId]) -> None:
         """Reach what records of lineage name, and the lineage of that, but not the weights of models that were made by
@@ -328,8 +375,8 @@ class Marking:
         while level:
             self._traced |= level
             trees = [content_id for content_id in level & self._blobs.keys() if self._is_made_tree(content_id)]
-            named = self._named_in(level, level - set(trees), [self._about, self._lineage])
-            level = named - self._seen - self._traced
+            level = self._named_in(level, level - set(trees), True) - self._seen - self._traced
+            level = level or self._records_of_several(self._seen | self._traced)
 
     def _is_made_tree(self, content_id: ContentId) -> bool:
         key, made = blob_key(content_id), self._lineage.get(content_id, ())

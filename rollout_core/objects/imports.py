@@ -23,7 +23,7 @@ from rollout_core.base.settings import without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import IMPORT_REFS, ref_key
 from rollout_core.objects.gc import named_ids
-from rollout_core.objects.records import Lineage
+from rollout_core.objects.lineage import Lineage
 
 log = logging.getLogger(__name__)
 

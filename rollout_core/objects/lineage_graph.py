@@ -14,7 +14,7 @@ from rollout_core.base.processes import size_text
 from rollout_core.objects.gc import named_ids
 from rollout_core.objects.imports import Imported
 from rollout_core.objects.layered import lay_out, layers_of
-from rollout_core.objects.records import Lineage
+from rollout_core.objects.lineage import Lineage, by_output, maker_for
 
 NEAR_LAYERS = 4
 """An input that is used further away than so many layers is drawn again there."""
@@ -72,20 +72,21 @@ class LineageGraph:
 def lineage_graph(found: Sequence[Lineage], imports: Sequence[Imported] = ()) -> LineageGraph:
     """The graph of records as `trace_lineage` and `trace_descendants` give them, with the sources of inputs."""
     addresses = {item.outputs[0]: item.sources[0].address for item in imports}
-    made = {output: place for place, lineage in enumerate(found) for output in lineage.outputs}
+    makers, places = by_output(found), {id(lineage): place for place, lineage in enumerate(found)}
     stages = [Node(f"s{place}", _title(lineage), lineage.outputs) for place, lineage in enumerate(found)]
     inputs: dict[ContentId, Node] = {}
     edges: dict[tuple[str, str], None] = {}
     for place, lineage in enumerate(found):
         for name, value in lineage.inputs.items():
             for named in dict.fromkeys(named_ids([canonical_json(value)])):
-                start = f"s{made[named]}" if named in made else f"i{named.short}"
-                if named not in made:
-                    inputs.setdefault(named, Node(start, name, (named,), addresses.get(named)))
-                if made.get(named) != place:
-                    edges[start, f"s{place}"] = None
+                maker = maker_for(lineage, named, makers.get(named, ()))
+                if maker is not None:
+                    edges[f"s{places[id(maker)]}", f"s{place}"] = None
+                elif named not in lineage.outputs or named not in makers:
+                    node = inputs.setdefault(named, Node(f"i{named.short}", name, (named,), addresses.get(named)))
+                    edges[node.name, f"s{place}"] = None
     # What was brought in and nothing took.
-    alone = {item.outputs[0] for item in imports} - inputs.keys() - made.keys()
+    alone = {item.outputs[0] for item in imports} - inputs.keys() - makers.keys()
     lonely = [Node(f"i{one.short}", "import", (one,), addresses[one]) for one in sorted(alone)]
     return LineageGraph((*stages, *inputs.values(), *lonely), tuple(edges))
 
@@ -93,20 +94,20 @@ def lineage_graph(found: Sequence[Lineage], imports: Sequence[Imported] = ()) ->
 def as_text(found: Sequence[Lineage], imports: Sequence[Imported] = (), *, asked: ContentId, down: bool = False) -> str:
     """For a terminal: a paragraph for each stage in the order of ``found``, with what it made, what it took and where
     that came from; then what was brought in. ``*`` marks what was asked for."""
-    made: dict[ContentId, str] = {}
-    for lineage in sorted(found, key=lambda lineage: lineage.created_at):
-        for output in lineage.outputs:
-            made.setdefault(output, _title(lineage))  # later ones passed it on
+    makers = by_output(found)
     sources = {item.outputs[0]: item.sources[0].address for item in imports}
     count = f"{'led to' if down else 'was made by'} {len(found)} stage{'s' * (len(found) != 1)}"
     lines = [f"{asked.short}* {count if found else 'was brought in'}"]
+    if len(alike := makers.get(asked, ())) > 1 and not down:
+        lines.append(f"  the same content was made {len(alike)} times: {', '.join(map(_title, alike))}")
     for lineage in found:
         lines += ["", f"{_title(lineage)}  {lineage.created_at:%Y-%m-%d %H:%M} UTC"]
         lines.append("  made " + " ".join(_marked(output, asked) for output in lineage.outputs))
         for name, value in lineage.inputs.items():
             ids = list(dict.fromkeys(named_ids([canonical_json(value)])))
             for number, named in enumerate(ids[:SHOWN_IDS]):
-                origin = made.get(named) or sources.get(named) or ""
+                maker = maker_for(lineage, named, makers.get(named, ()))
+                origin = _title(maker) if maker is not None else sources.get(named, "")
                 lines.append(
                     f"  {'from' if number == 0 else '':4} {name:12} {_marked(named, asked):13} {origin}".rstrip()
                 )

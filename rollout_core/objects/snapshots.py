@@ -27,7 +27,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
 from rollout_core.objects.files import EXPIRED_REFS, GIVEN_UP_REFS, LET_GO_REFS, SNAPSHOT_REFS, hash_chunks, parsed
 from rollout_core.objects.gc import GcReport, collect_garbage
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.trees import appearing_folder, file_mark, files_of, identify, read_file, tar_stream
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from rollout_core.objects.files import (
     CHOSEN_REFS,
     GIVEN_UP_REFS,
     LET_GO_REFS,
-    LINEAGE_REFS,
+    LINEAGE_FOLDERS,
     RECORD_BYTES,
     RESULT_REFS,
     SELF_NAMED_REFS,
@@ -166,11 +166,11 @@ class _Check:
             return False
         if name.startswith(f"{SNAPSHOT_REFS}/") and not self._is_there(document["files"]):
             self._missing.add(document["files"])
-        if name.startswith(f"{LINEAGE_REFS}/"):
+        if name.startswith(LINEAGE_FOLDERS):
             result = f"{RESULT_REFS}/{document['key']}"
             self._outputs[result] = set(document["outputs"])
             self._found.stages[result] = document["stage"]
-            output = name.partition("/")[2]
+            output = name.split("/")[1]
             is_kept = output in self._snapshots or output in self._let_go or self._is_there(output)
             if result in self._names and not is_kept:
                 self._missing.add(output)
@@ -217,7 +217,7 @@ class _Check:
         seen, waiting = {name}, [name]
         while waiting:
             child = waiting.pop()
-            refs = {ref for ref in self._refs.get(child, ()) if not ref.startswith(f"{LINEAGE_REFS}/")}
+            refs = {ref for ref in self._refs.get(child, ()) if not ref.startswith(LINEAGE_FOLDERS)}
             holders |= refs
             above = {ref.split("/")[1] for ref in refs if ref.startswith(f"{SNAPSHOT_REFS}/")}
             above |= {parent for parent in parents.get(child, ()) if self._stands_on(parent, child)}
@@ -232,7 +232,7 @@ class _Check:
             return False
         refs = self._refs.get(parent, ())
         results = [ref for ref in refs if ref.startswith(f"{RESULT_REFS}/")]
-        if any(ref.startswith(f"{LINEAGE_REFS}/") for ref in refs):
+        if any(ref.startswith(LINEAGE_FOLDERS) for ref in refs):
             return False
         return not results or any(child in self._outputs.get(ref, {child}) for ref in results)
 
@@ -355,7 +355,8 @@ def _without(objects: ObjectStore, holders: tuple[str, ...], done: str) -> Outco
     """Forget the refs that need what is damaged."""
     for name in holders:
         objects.set_ref_aside(name)
-    lost = [name for name in holders if not name.startswith(tuple(f"{folder}/" for folder in (*CACHES, "lineage")))]
+    again = (*(f"{folder}/" for folder in CACHES), *LINEAGE_FOLDERS)
+    lost = [name for name in holders if not name.startswith(again)]
     if lost:
         return Outcome(f"{done}; lost with it: {', '.join(lost)}", is_lost=True)
     return Outcome(f"{done}; made again by the next run that needs it")

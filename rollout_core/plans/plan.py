@@ -43,7 +43,7 @@ from rollout_core.models.chat_templates import template_in_words
 from rollout_core.models.facts import ModelFacts
 from rollout_core.models.locating import Unchecked, check_adapter, describe, recall_model
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.snapshots import Snapshot, find_start
 from rollout_core.store.connections import Connections
 

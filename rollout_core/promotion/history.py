@@ -142,10 +142,38 @@ def _now(entries: Sequence[Entry]) -> datetime:
 # The latest model
 
 
-async def served_model(store: LightningStore, resource: str) -> ContentId | None:
-    """What the latest resources serve under this name; None: nothing, or a model that is no content id."""
+async def served_model(store: LightningStore, objects: ObjectStore, resource: str) -> ContentId | None:
+    """What the latest resources serve under this name; None: nothing, or a model that is no content id.
+
+    A database that knows no resource of this name, such as a new one beside an old object store, does not unmake what
+    was promoted: then it is what the history made the latest last.
+    """
     latest = await store.get_latest_resources()
-    return _model_of(latest.resources.get(resource) if latest else None)
+    known = latest.resources if latest else {}
+    if resource in known:
+        return _model_of(known[resource])
+    entry = _last(objects, resource)
+    return None if entry is None else entry.model
+
+
+async def adopt_history(store: LightningStore, objects: ObjectStore, resource: str) -> Entry | None:
+    """Add to the latest resources what the history made the latest last, where they have nothing of this name. The
+    entry it stands in; None where nothing was to be added."""
+    async with _alone(objects):
+        latest = await store.get_latest_resources()
+        known = latest.resources if latest else {}
+        entry = _last(objects, resource) if resource not in known else None
+        if entry is not None:
+            await store.add_resources({**known, resource: _served_as(entry.model)})
+        return entry
+
+
+def _last(objects: ObjectStore, resource: str) -> Entry | None:
+    return next(reversed(history_of(objects, resource, last=LOOKED_AT)), None)
+
+
+def _served_as(model: ContentId) -> LLM:
+    return LLM(endpoint="", model=model, sampling_parameters={})
 
 
 def _model_of(named: Resource | None) -> ContentId | None:
@@ -175,22 +203,29 @@ async def change_latest(
     where something else than ``instead_of`` is served.
     """
     async with _alone(objects):
-        served = await served_model(store, change.resource)
+        served = await served_model(store, objects, change.resource)
         if instead_of != "whatever" and served not in (instead_of, change.model):
             raise LatestChanged(change.resource, instead_of, served)
-        return await _change(store, objects, change, history_of(objects, change.resource, last=1))
+        return await _change(store, objects, change, history_of(objects, change.resource, last=1), served)
 
 
 async def _change(
-    store: LightningStore, objects: ObjectStore, change: Change, entries: Sequence[Entry]
+    store: LightningStore,
+    objects: ObjectStore,
+    change: Change,
+    entries: Sequence[Entry],
+    previous: ContentId | None,
 ) -> Entry | None:
+    """See `change_latest`; ``previous`` is served, and ``entries`` hold the last one of the history."""
     latest = await store.get_latest_resources()
     known = latest.resources if latest else {}
-    wanted = LLM(endpoint="", model=change.model, sampling_parameters={})
+    wanted = _served_as(change.model)
     if known.get(change.resource) == wanted:
         return None
-    previous = _model_of(known.get(change.resource))
-    entry = _unfinished(entries, change, previous)
+    entry = _unfinished(entries, change)
+    # Where the database knew nothing of this name, what is served is what the history says: this very change.
+    if entry is not None and entry.previous != previous and change.resource in known:
+        entry = None
     if entry is None:
         entry = Entry(**vars(change), previous=previous, at=_now(entries))
         _write(objects, entry)
@@ -198,13 +233,13 @@ async def _change(
     return entry
 
 
-def _unfinished(entries: Sequence[Entry], change: Change, previous: ContentId | None) -> Entry | None:
+def _unfinished(entries: Sequence[Entry], change: Change) -> Entry | None:
     """The last entry, where it is this change, which was noted and not made."""
     if not entries:
         return None
     last = entries[-1]
     is_same = all(getattr(last, name) == value for name, value in vars(change).items())
-    return last if is_same and last.previous == previous else None
+    return last if is_same else None
 
 
 async def roll_back(
@@ -224,7 +259,7 @@ async def roll_back(
     """
     async with _alone(objects):
         entries = history_of(objects, resource)
-        served = await served_model(store, resource)
+        served = await served_model(store, objects, resource)
         if instead_of not in ("whatever", served):
             raise LatestChanged(resource, instead_of, served)
         target = model_to_go_back_to(entries, resource, served) if to is None else _named(entries, resource, to)
@@ -237,7 +272,7 @@ async def roll_back(
             )
         left = "nothing" if served is None else served.short
         change = Change("rollback", resource, target, by, reason or f"back from {left} to {target.short}")
-        entry = await _change(store, objects, change, entries)
+        entry = await _change(store, objects, change, entries, served)
     assert entry is not None, "another model is served"
     return entry
 

@@ -21,7 +21,7 @@ from rollout_core.models.precision import ROUNDS
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import named_ids
 from rollout_core.objects.imports import Imported, Source, imports_behind
-from rollout_core.objects.records import Lineage, trace_descendants, trace_lineage
+from rollout_core.objects.lineage import Lineage, by_output, maker_for, trace_descendants, trace_lineage
 from rollout_core.promotion.history import Entry, history_of, resources_with_history
 
 SHOWN_ROWS = 12
@@ -102,17 +102,13 @@ def history_of_model(objects: ObjectStore, model: ContentId) -> ModelHistory:
 
 def _updates(made: Sequence[Lineage], model: ContentId) -> Iterator[Lineage]:
     """The stages that trained what became ``model``, in order: each started from the model of the one before."""
-    by_output = {
-        output: lineage
-        for lineage in made
-        for output in lineage.outputs
-        if lineage.stage.endswith("_update") or lineage.stage == ROUNDS
-    }
+    makers = by_output(lineage for lineage in made if lineage.stage.endswith("_update") or lineage.stage == ROUNDS)
     chain: list[Lineage] = []
-    at: Any = model
-    while (lineage := by_output.get(at)) is not None and lineage not in chain:
+    lineage = next(reversed(makers.get(model, ())), None)
+    while lineage is not None and lineage not in chain:
         chain.append(lineage)
-        at = lineage.inputs.get("model")
+        before: Any = lineage.inputs.get("model")
+        lineage = maker_for(lineage, before, makers.get(before, ()))
     yield from (lineage for lineage in reversed(chain) if lineage.stage != ROUNDS)
 
 

@@ -15,7 +15,8 @@ from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config import identity
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import AgentRollouts, Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.records import AgentRollouts
 from rollout_core.store import AttemptedRollout, LightningStore, RolloutConfig, Span, SqlLightningStore
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 

@@ -37,7 +37,7 @@ from rollout_core.data.partial_rollouts import (
 )
 from rollout_core.data.samples import Sample, SampledCompletion, decode_completions_blob
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 
 FIRST, SECOND, THIRD = (hash_bytes(name) for name in (b"first", b"second", b"third"))
 PART = SamplingParams(max_tokens=2)

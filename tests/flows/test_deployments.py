@@ -28,7 +28,7 @@ from deployments import pools, serve
 from flows.connections import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
-from rollout_core.objects.records import lineage_of
+from rollout_core.objects.lineage import lineage_of
 from tests import forked
 from tests.flows.conftest import objects, snapshots_of, wait_for
 

@@ -24,7 +24,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import LearnOnlineConfig, load_config, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS
-from rollout_core.objects.records import Lineage
+from rollout_core.objects.lineage import Lineage
 from rollout_core.objects.snapshots import PROGRESS_REFS
 from rollout_core.promotion.history import history_of
 from rollout_core.store import ProxyLLM, Span, SqlLightningStore

@@ -18,7 +18,7 @@ from rollout_core.data.samples import SampledCompletion, decode_completions_blob
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.vllm_backend import trainer_logprobs
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, trace_lineage
+from rollout_core.objects.lineage import Lineage, trace_lineage
 from rollout_core.objects.snapshots import SnapshotStore, find_start
 from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for, write_toml
 from tests.flows.test_resume import ROLLOUT, kill

@@ -26,8 +26,9 @@ from rollout_core.inference.shards import import_shards, shards_of
 from rollout_core.models import locating
 from rollout_core.models.precision import stored_dtype
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.overlay import overlaid
-from rollout_core.objects.records import EvalReport, Record, Scores, lineage_of
+from rollout_core.objects.records import EvalReport, Record, Scores
 from tasks.connections import result_storage
 from tasks.stage import Stage
 from tests.conftest import PROJECT

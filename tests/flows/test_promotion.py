@@ -174,6 +174,26 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     assert "**0.0000 EUR**: 0.0 s computed, 0.0 GPU-seconds, at 3600 an hour and 1 a GPU-hour" in summary["cost"]
 
 
+def drawn_for_evaluations() -> Counter[tuple[int, ...]]:
+    """Completions of evaluations that an engine has generated, by their tokens."""
+    from rollout_core.base.stopping import run_async
+    from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE
+    from tasks.connections import open_store
+
+    async def look() -> Counter[tuple[int, ...]]:
+        async with open_store() as store:
+            rollouts = [item.rollout_id for item in await store.query_rollouts() if item.mode == "test"]
+            spans = await store.query_many_spans(rollouts, name=COMPLETION_SPAN)
+        stored = objects()
+        lines = (
+            stored.get_bytes(ContentId(span.attributes[BLOB_ATTRIBUTE])).splitlines()[span.attributes[ROW_ATTRIBUTE]]
+            for span in spans
+        )
+        return Counter(tuple(json.loads(line)["token_ids"]) for line in lines)
+
+    return run_async(look())
+
+
 @pytest.mark.server
 def test_a_canary_goes_back_from_a_model_that_does_not_do_what_it_was_promoted_for(
     prefect_server, small_nightly, sorting_task, tmp_path
@@ -199,8 +219,13 @@ def test_a_canary_goes_back_from_a_model_that_does_not_do_what_it_was_promoted_f
     first, second = (nightly(parsed(seed)) for seed in (5, 6))
     assert first["promoted"] and second["promoted"] and first["model"] != second["model"]
 
+    before = drawn_for_evaluations()
     found = canary(parsed(), max_drop=0.1)
     assert found["serves"] == found["model"] == second["model"]
+    # All of it was generated again, from the same seeds; the store's own completions stay as they were.
+    again = drawn_for_evaluations() - before
+    num_held_out = len(sorting_task.held_out.read_text().splitlines())
+    assert again.total() == num_held_out and not again - before
     assert found["reason"] == "mean held-out reward 0.5000 when promoted -> 0.5000 now; it holds"
     worth.write_text("def score(sample):\n    return 0.375\n")
     fewer = tmp_path / "fewer.jsonl"

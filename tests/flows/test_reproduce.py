@@ -10,7 +10,7 @@ from flows.reproduce import plan_reproduction, reproduce
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import TrainGRPOConfig, load_config
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import lineage_of, record_lineage
+from rollout_core.objects.lineage import lineage_of, record_lineage
 from tests.flows.conftest import objects
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

@@ -28,7 +28,7 @@ from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import lease
-from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.objects.trees import TreeFile, TreeManifest
 from rollout_core.objects.unstored import hold_model, put_model
 from rollout_core.promotion.history import Change, change_latest

@@ -52,7 +52,7 @@ async def use(sessions: Sessions, setting: str) -> None:
 
 @pytest.fixture
 def sessions(monkeypatch):
-    monkeypatch.setattr("tasks.agents.is_refreshing", lambda: False)
+    monkeypatch.setattr("tasks.agents.refresh_name", lambda: None)
     made = Sessions()
     yield made
     made.close()

@@ -20,7 +20,8 @@ from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import is_stopping, raise_if_stopping
 from rollout_core.config import Run, RunInfo, SnapshotPolicy, StageTimeouts
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import BlobId, Checkpoint, Record, lineage_of, trace_lineage
+from rollout_core.objects.lineage import lineage_of, trace_lineage
+from rollout_core.objects.records import BlobId, Checkpoint, Record
 from tests.task_runs import ended_task_runs
 
 pytestmark = pytest.mark.server

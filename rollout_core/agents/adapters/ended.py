@@ -15,11 +15,10 @@ import orjson
 
 from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import Fatal
-from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.files import LINEAGE_REFS
-from rollout_core.objects.gc import named_ids
-from rollout_core.objects.records import AgentRollouts, Lineage
+from rollout_core.objects.lineage import Lineage, all_lineage, descendants, in_order
+from rollout_core.objects.records import AgentRollouts
 from rollout_core.store import AttemptedRollout, LightningStore, Rollout, Span
 
 CHUNK = 500
@@ -125,28 +124,14 @@ def ended_rollouts(objects: ObjectStore, rollouts: AgentRollouts) -> list[EndedR
 def made_of(objects: ObjectStore, rollout_id: str) -> list[Lineage]:
     """What was made of a rollout's spans, directly or not (samples, checkpoints, what was learnt from those on), in
     the order in which it was made."""
-    records = [
-        lineage
-        for _, record in objects.list_refs(LINEAGE_REFS)
-        if (lineage := Lineage.model_validate_json(objects.get_bytes(record)))
-    ]
-    makers: dict[str, list[Lineage]] = {}
-    for lineage in records:
-        for named in named_ids([canonical_json(lineage.inputs)]):
-            makers.setdefault(named, []).append(lineage)
+    records = all_lineage(objects)
     name = f'"{rollout_id}"'.encode()
-    waiting: list[str] = [
+    blobs = [
         blob
         for lineage in records
         if (blob := _rollouts_of(lineage)) is not None and objects.exists(blob) and name in objects.get_bytes(blob)
     ]
-    found: dict[str, Lineage] = {}
-    while waiting:
-        for lineage in makers.get(waiting.pop(), ()):
-            if lineage.key not in found:
-                found[lineage.key] = lineage
-                waiting += lineage.outputs
-    return sorted(found.values(), key=lambda lineage: lineage.created_at)
+    return in_order(descendants(records, blobs))
 
 
 def _rollouts_of(lineage: Lineage) -> ContentId | None:
