@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -332,12 +333,17 @@ def work(
 
 
 def runs_of(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
-    """Flow runs by their ids, and of the processes of each the one that began it."""
-    found: dict[str, psutil.Process] = {}
-    for process in sorted(processes, key=lambda process: process.pid):
+    """Flow runs by their ids, and of the processes of each the one that began it: whose parent is not of the run. Of
+    several, as where that one has died, the oldest. Pids say nothing, as they wrap around."""
+    of_runs: dict[str, dict[int, tuple[psutil.Process, int, float]]] = defaultdict(dict)
+    for process in processes:
         with suppress(psutil.Error):
             if run_id := process.environ().get(_RUN_ID):
-                found.setdefault(run_id, process)
+                of_runs[run_id][process.pid] = (process, process.ppid(), process.create_time())
+    found: dict[str, psutil.Process] = {}
+    for run_id, known in of_runs.items():
+        outside = [item for item in known.values() if item[1] not in known]
+        found[run_id], _, _ = min(outside or known.values(), key=lambda item: item[2])
     return found
 
 

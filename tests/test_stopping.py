@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from rollout_core.base import stopping
+from rollout_core.base import process_tree, stopping
 from rollout_core.base.errors import ConfigError, Recoverable, Stopped
 from rollout_core.base.locks import exclusive, try_exclusive
 from rollout_core.base.settings import stop_seconds
@@ -349,3 +350,13 @@ def test_of_several_wishes_the_first_counts_and_an_early_one_too():
     with pytest.raises(TimeoutError, match="first"):
         stopping.run_interruptibly(work, KeyboardInterrupt, interruption)
     assert called == ["stop"] and not interruption.is_overdue
+
+
+def test_a_guard_whose_process_has_ended_says_nothing():
+    """It reads the end of that process, and has nobody to write to; the log of a worker that was killed had a trace."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, process_tree.__file__, str(os.getpid()), "10"]
+    guard = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert (guard.returncode, guard.stderr) == (0, b"")

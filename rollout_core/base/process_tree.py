@@ -133,7 +133,7 @@ def guard(guarded: int, stop_seconds: float) -> None:
     Returns when the guarded process has ended.
     """
     first = deadline = None
-    os.write(1, b"\0")
+    _pass_on(b"\0")
     while True:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([0], [], [], wait)[0]:
@@ -144,7 +144,7 @@ def guard(guarded: int, stop_seconds: float) -> None:
         numbers = os.read(0, 64)
         if not numbers:
             return
-        os.write(1, numbers)
+        _pass_on(numbers)
         if not set(numbers) & set(STOP_SIGNALS):
             continue
         now = time.monotonic()
@@ -152,6 +152,11 @@ def guard(guarded: int, stop_seconds: float) -> None:
             first, deadline = now, now + stop_seconds + SLACK_SECONDS
         elif now > first + SAME_SIGNAL_SECONDS:
             deadline = now + SLACK_SECONDS
+
+
+def _pass_on(numbers: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the guarded process is ending, which standard input tells as well
+        os.write(1, numbers)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ MAKES_PROCESSES = "get_mp_context"
 _SEMAPHORE = "sem."
 """What the system puts before the name of a semaphore."""
 _LOOK_SECONDS = 0.5
+_WORKERS, _ENGINES = "worker-failure", "engine-failure"
+"""How the names of files begin in which an engine's processes leave why they end."""
+_REASON_LETTERS = 600
+_ENDS_WITH_ANOTHER = ("WorkerProc initialization failed", "Executor failed", "cancelled", "Worker failed with error")
+"""How the messages of exceptions begin that say only that another process has failed."""
 
 
 def _hold_kernels() -> None:
@@ -74,6 +79,32 @@ def _note_segments(folder: Path) -> None:
         register(name, kind)
 
     resource_tracker.register = note_and_register
+
+
+class _Reasons(logging.Handler):
+    """Writes the exceptions that vLLM logs as the end of this process, for the engine's owner."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._folder = folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or str(error).startswith(_ENDS_WITH_ANOTHER):
+            return
+        kind = _WORKERS if record.name.endswith("multiproc_executor") else _ENGINES
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        with suppress(OSError):  # it is logged all the same
+            (self._folder / f"{kind}-{os.getpid()}").write_text(reason[:_REASON_LETTERS], encoding="utf-8")
+
+
+def engine_failure(folder: Path) -> str | None:
+    """The exception that ended an engine with these files, its worker's before its own. None: its processes raised
+    nothing, so somebody killed them, such as the kernel where memory runs out."""
+    for kind in (_WORKERS, _ENGINES):
+        for file in sorted(folder.glob(f"{kind}-*")):
+            return file.read_text(encoding="utf-8")
+    return None
 
 
 def _correct_environment() -> None:
@@ -100,6 +131,8 @@ if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"
     _hold_kernels()
     if folder := os.environ.get(_FILES):
         _note_segments(Path(folder))
+        # Not at "vllm" itself, whose handlers vLLM replaces when it is imported.
+        logging.getLogger("vllm.v1").addHandler(_Reasons(Path(folder)))
 
 
 class EngineProcess(SpawnProcess):

@@ -39,6 +39,7 @@ from rollout_core.inference.engine_process import (
     HangWatch,
     end_with_owner,
     engine_environment,
+    engine_failure,
     engine_files,
     started_ahead,
 )
@@ -58,13 +59,16 @@ if TYPE_CHECKING:
 CANARY_TOKENS = 8
 _CANARY = SamplingParams(temperature=0.0, max_tokens=CANARY_TOKENS)
 _END: Any = object()
+_ENGINE_DIED, _CORE_FAILED = "EngineDeadError", "Engine core initialization failed"
+"""How vLLM says that the processes of its engine ended: as they started, by a message alone."""
 _WORKER_EXTENSION = "rollout_core.inference.vllm_worker.InPlaceReload"
 
 
 class VLLMEngine(GathersStream):
     """An `InferenceBackend` over vLLM's engine.
 
-    Building one starts the engine (12 to 30 s). Raises ConfigError when vLLM is not installed or refuses the model.
+    Building one starts the engine (12 to 30 s). Raises ConfigError when vLLM is not installed or refuses the model, and
+    Recoverable when its processes are killed meanwhile.
     """
 
     def __init__(self, config: VLLMBackend, model: ModelRef) -> None:
@@ -75,8 +79,8 @@ class VLLMEngine(GathersStream):
         self._known_ids = known_ids(model.folder, self._tokenizer)
         self._model = model
         with ExitStack() as stack:
-            folder = stack.enter_context(engine_files())
-            with engine_environment(folder):
+            self._folder = stack.enter_context(engine_files())
+            with engine_environment(self._folder):
                 self._llm = self._start(model)
             self._files = stack.pop_all()
         self._suspect = False
@@ -95,8 +99,18 @@ class VLLMEngine(GathersStream):
                 llm = start_vllm(model.folder, **self._options(model))
         except ConfigError:
             raise
-        except (ValueError, RuntimeError, OSError) as error:
-            raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
+        except Exception as error:
+            is_engines = type(error).__name__ == _ENGINE_DIED or str(error).startswith(_CORE_FAILED)
+            if not is_engines and not isinstance(error, ValueError | RuntimeError | OSError):
+                raise
+            reason = engine_failure(self._folder) if is_engines else str(error)
+            if reason is None:
+                raise Recoverable(
+                    f"a process of vLLM's engine was killed while it started with model {model.folder}, without a word "
+                    "of its own (where memory runs out the kernel does that, and logs it: dmesg); it is started anew "
+                    "when the stage is tried again"
+                ) from error
+            raise ConfigError(f"vLLM could not start with model {model.folder}: {reason}") from error
         engine_core: Any = llm.llm_engine.engine_core
         threading.Thread(target=_wake_at_death, args=[engine_core], daemon=True).start()
         # Its first tokens belong to its start, which may build kernels.
@@ -157,10 +171,13 @@ class VLLMEngine(GathersStream):
         try:
             [completion] = self.generate([self._canary()])
         except Recoverable as error:
+            reason = engine_failure(self._folder)
             self.close()
+            if reason is None:  # it was killed
+                raise
             raise ConfigError(
-                f"vLLM loads the model {self._model.folder} but cannot run it; its reason is in the log above. "
-                "Choose backend.kind 'transformers', another dtype or another machine"
+                f"vLLM loads the model {self._model.folder} but cannot run it: {reason}. Choose backend.kind "
+                "'transformers', another dtype or another machine"
             ) from error
         if not all(map(math.isfinite, completion.logprobs)):
             self.close()

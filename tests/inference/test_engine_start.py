@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.locks import SCRATCH_PREFIX, sweep
 from rollout_core.inference.engines import start_in_time
 from tests.store.patience import LONG, wait_until
@@ -321,3 +321,51 @@ def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch,
                 end.local_notify_socket.close(0)
             reader.read_cancel_socket.close(0)
             reader.write_cancel_socket.close(0)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("which", ["VLLM::EngineCor", "VLLM::Worker"])
+def test_an_engine_killed_while_it_starts_is_started_again_with_the_stage(small, tmp_path, which):
+    """As the kernel does where memory runs out. A fault of the configuration would end the night."""
+    from rollout_core.config import VLLMBackend
+    from rollout_core.inference.vllm_backend import VLLMEngine
+
+    killed = threading.Event()
+
+    def kill() -> None:
+        owner = psutil.Process()
+        while not killed.is_set():
+            for child in owner.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.name().startswith(which):
+                        child.kill()
+                        killed.set()
+            time.sleep(0.01)
+
+    killing = threading.Thread(target=kill, daemon=True)
+    killing.start()
+    try:
+        with pytest.raises(
+            Recoverable, match=r"of vLLM's engine was killed while it started .*; it is started anew when"
+        ):
+            VLLMEngine(VLLMBackend(max_model_len=64, max_num_seqs=8, num_threads=1), small)
+        assert killed.is_set()
+    finally:
+        killed.set()
+        killing.join()
+
+
+@pytest.mark.engine
+def test_a_start_that_fails_says_why_in_the_engines_own_words(small, tmp_path):
+    from rollout_core.config import VLLMBackend
+    from rollout_core.inference.base import ModelRef
+    from rollout_core.inference.vllm_backend import VLLMEngine
+
+    folder = tmp_path / "model"
+    shutil.copytree(small.folder, folder)
+    [weights] = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ConfigError) as caught:
+        VLLMEngine(VLLMBackend(max_model_len=64, max_num_seqs=8, num_threads=1), ModelRef(small.content_id, folder))
+    assert "could not start with model" in str(caught.value) and "See root cause" not in str(caught.value)
+    assert "SafetensorError" in str(caught.value), str(caught.value)

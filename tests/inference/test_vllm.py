@@ -333,11 +333,20 @@ def test_a_model_that_ends_the_engine_at_its_first_token_is_a_config_error(vllm_
         raise Recoverable("vLLM's engine process died")
 
     closed = []
+    for of_other_tests in vllm_engine._folder.glob("*-failure-*"):
+        of_other_tests.unlink()
     monkeypatch.setattr(vllm_engine, "generate", die)
     monkeypatch.setattr(vllm_engine, "close", lambda: closed.append(True))
-    with pytest.raises(ConfigError, match=r"vLLM loads the model .* but cannot run it"):
+    with pytest.raises(Recoverable):  # nothing says why, so it was killed
         vllm_engine._try_out()
-    assert closed
+    reason = vllm_engine._folder / "worker-failure-1"
+    reason.write_text("ValueError: no kernel for heads of 16")
+    with pytest.raises(
+        ConfigError, match=r"vLLM loads the model .* but cannot run it: ValueError: no kernel for heads"
+    ):
+        vllm_engine._try_out()
+    reason.unlink()
+    assert closed == [True, True]
 
 
 def test_an_engine_that_slept_reads_its_weights_again_and_answers_as_before(vllm_engine, other_small, small, tokenizer):

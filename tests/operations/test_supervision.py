@@ -97,3 +97,26 @@ def test_a_crashed_run_is_left_to_an_automation_first(start, monkeypatch):
     with pytest.raises(Ended):
         SupervisedWorker(["sleep", "600"], os.environ, "supervised", keep_server=keep_server, say=print).run()
     assert set(looks) == {"Crashed"}, "an automation has its time first"
+
+
+def test_of_the_processes_of_a_run_the_one_that_began_it_is_found_whatever_their_pids():
+    """Pids wrap around: in a long night with an engine a child has a lower one than what started it."""
+
+    class Process:
+        def __init__(self, pid: int, ppid: int, run: str | None, created: float) -> None:
+            self.pid, self._ppid, self._run, self._created = pid, ppid, run, created
+
+        def environ(self) -> dict[str, str]:
+            return {} if self._run is None else {supervision._RUN_ID: self._run}
+
+        def ppid(self) -> int:
+            return self._ppid
+
+        def create_time(self) -> float:
+            return self._created
+
+    worker, flow, engine = Process(20, 1, None, 1.0), Process(30001, 20, "a", 2.0), Process(301, 30001, "a", 3.0)
+    orphans = [Process(7, 1, "b", 9.0), Process(400, 1, "b", 8.0), Process(3, 400, "b", 10.0)]
+    for processes in ([engine, flow, worker, *orphans], [*orphans, worker, flow, engine]):
+        found: dict[str, Any] = dict(supervision.runs_of(processes))  # pyright: ignore[reportArgumentType]
+        assert found == {"a": flow, "b": orphans[1]}

@@ -78,7 +78,7 @@ async def fill(store: SqlLightningStore) -> None:
     for status in ("succeeded", "failed"):
         taken = await store.dequeue_rollout(worker_id="worker")
         assert taken is not None
-        ids = {"rollout_id": taken.rollout_id, "attempt_id": taken.attempt.attempt_id}
+        ids: dict[str, Any] = {"rollout_id": taken.rollout_id, "attempt_id": taken.attempt.attempt_id}
         attributes = {"text": "é\x00", "big": 2**70 + 1, "reward": 0.1 + 0.2}
         spans = [Span.from_attributes(**ids, sequence_id=number, attributes=attributes) for number in range(1, 9)]
         await store.add_many_spans(spans)
@@ -118,7 +118,7 @@ def test_a_copy_has_all_of_it_and_is_gone_on_with(urls: tuple[str, str]) -> None
             order.append(taken.rollout_id)
         assert order[-1] == new.rollout_id
         latest = await store.get_latest_resources()
-        assert latest is not None and latest.resources["policy"].model == "1" * 64
+        assert latest is not None and latest.resources["policy"] == LLM(endpoint="", model="1" * 64)
         return order[:-1], len(await store.query_rollouts())
 
     assert in_store(target, go_on) == in_store(source, go_on)
