@@ -4,6 +4,7 @@ that its result stands for."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from rollout_core.agents.agent import LitAgent, RolloutRawResult
 from rollout_core.agents.emitters import reward_attributes
 from rollout_core.base.errors import ConfigError, Recoverable, in_words
-from rollout_core.base.stopping import in_thread
+from rollout_core.base.stopping import in_thread, is_stopping
 from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, Span, SpanCoreFields
 from rollout_core.store.lifecycle import ENDED, FINISHED
 from rollout_core.store.semconv import AGL_ANNOTATION
@@ -60,7 +61,7 @@ class WornOut(Recoverable):
 
 
 class AgentExit(Exception):
-    """The agent's code asked the interpreter to exit, or was cancelled by itself."""
+    """The agent's code asked the interpreter to exit, was cancelled by itself, or raised what is no Exception."""
 
 
 def check_abandoned() -> None:
@@ -85,16 +86,23 @@ async def call_agent(
     process = os.getpid()
     work = _begin(agent, rollout, resources, process)
     lease = asyncio.ensure_future(_lease_lost(store, rollout, lease_seconds))
-    watchdog = _start_watchdog(agent, rollout)
+    limit = rollout.config.timeout_seconds
+    ends = None if limit is None else time.monotonic() + limit
+    watchdog = _start_watchdog(rollout) if agent.is_async() else None
     try:
-        done, _ = await asyncio.wait(
-            {work, lease}, timeout=rollout.config.timeout_seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        if work not in done:
-            await _give_up(work, rollout)
-            if lease in done:
-                raise LeaseLost(lease.result())
-            raise TimedOut(f"the agent did not end within {rollout.config.timeout_seconds} s")
+        while True:
+            left = None if ends is None else max(0.0, ends - time.monotonic())
+            done, _ = await asyncio.wait({work, lease}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if work not in done:
+                await _give_up(work, rollout)
+                if lease in done:
+                    raise LeaseLost(lease.result())
+                raise TimedOut(f"the agent did not end within {limit} s")
+            if work.cancelled() or work.exception() is not None or not inspect.isawaitable(work.result()):
+                break
+            # An asynchronous function behind an ordinary decorator, or the __call__ of an object.
+            work = asyncio.ensure_future(_without_exit(work.result()))
+            watchdog = watchdog or _start_watchdog(rollout)
     except asyncio.CancelledError:
         await _give_up(work, rollout)
         raise
@@ -106,8 +114,13 @@ async def call_agent(
             os._exit(0)  # a child that the agent forked has come back into the runner, whose work is not its own
     try:
         return work.result()
-    except (asyncio.CancelledError, SystemExit, GeneratorExit) as error:
-        raise AgentExit(f"the agent ended by {type(error).__name__}") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or is_stopping():  # nothing of the agent's
+            raise
+        # Such as a panic of Rust code, or the failure of an assertion of pytest's.
+        raise AgentExit(f"the agent ended by {in_words(error)}") from error
 
 
 def _begin(
@@ -120,9 +133,9 @@ def _begin(
     return asyncio.wrap_future(in_thread(_guarded(getattr(agent, f"{kind}_rollout"), rollout, resources, process)))
 
 
-def _start_watchdog(agent: LitAgent[Any], rollout: AttemptedRollout) -> threading.Timer | None:
+def _start_watchdog(rollout: AttemptedRollout) -> threading.Timer | None:
     """For an asynchronous agent, which may block the event loop that its time limit is kept by."""
-    if not agent.is_async() or rollout.config.timeout_seconds is None:
+    if rollout.config.timeout_seconds is None:
         return None
     watchdog = threading.Timer(
         rollout.config.timeout_seconds + 2 * GRACE_SECONDS, _end_blocked_process, [rollout.rollout_id]

@@ -228,6 +228,11 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
     def job() -> None:
         try:
             future.set_result(context.run(call))
+        except StopIteration as error:
+            # No future of asyncio takes it, and who waits for one would wait for ever. Generators do the same.
+            raised = RuntimeError("StopIteration was raised, such as by next() of something without a next item")
+            raised.__cause__ = error
+            future.set_exception(raised)
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             future.set_exception(error)
 

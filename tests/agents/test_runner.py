@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from rollout_core.agents.agent import LitAgent, llm_rollout, rollout as rollout_agent
+from rollout_core.agents.agent import FunctionalLitAgent, LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward, get_reward_value
 from rollout_core.agents.hooks import Hook
 from rollout_core.agents.operations import operation
@@ -273,6 +274,68 @@ async def test_an_agent_that_exits_or_forks_harms_nobody(memory):
     queued = await memory.enqueue_rollout("exit")
     await run_all(memory, AsyncAgent(), 1)
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+class Panic(BaseException):
+    """As what Rust's libraries raise where they are at fault."""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda: next(iter([])), "StopIteration was raised"),
+        (lambda: (_ for _ in ()).throw(Panic("index out of bounds")), "the agent ended by Panic: index out of bounds"),
+    ],
+    ids=["StopIteration", "panic"],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_whatever_an_agent_raises_fails_its_attempt_and_says_so(memory, what, message, is_async):
+    """`next` that finds nothing is everyday Python: a synchronous agent with it hung its runner for ever."""
+
+    def agent(task, rollout):
+        return what() if task == "bad" else 1.0
+
+    async def async_agent(task, rollout):
+        return agent(task, rollout)
+
+    bad, good = await memory.enqueue_rollout("bad"), await memory.enqueue_rollout("good")
+    await run_all(memory, FunctionalLitAgent(async_agent if is_async else agent), 2)
+    statuses = [(await memory.get_rollout_by_id(one.rollout_id)).status for one in (bad, good)]
+    assert statuses == ["failed", "succeeded"]
+    [span] = await memory.query_spans(bad.rollout_id)
+    if "StopIteration" in message and is_async:
+        message = "coroutine raised StopIteration"
+    assert message in span.attributes["exception.message"]
+
+
+async def test_an_asynchronous_agent_is_awaited_however_it_is_wrapped(memory, monkeypatch):
+    """Behind an ordinary decorator, as the __call__ of an object, and where a synchronous one returns what to await;
+    its time limit holds, too."""
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return call
+
+    async def plain(task, rollout):
+        await asyncio.sleep(FOREVER if task == "slow" else 0)
+        return 0.5
+
+    class Callable:
+        async def __call__(self, task, rollout):
+            return await plain(task, rollout)
+
+    monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.5)
+    for agent in (counted(plain), Callable(), lambda task, rollout: plain(task, rollout)):
+        quick = await memory.enqueue_rollout("quick")
+        slow = await memory.enqueue_rollout("slow", config=RolloutConfig(timeout_seconds=0.5))
+        await run_all(memory, FunctionalLitAgent(agent), 2)
+        assert (await memory.get_rollout_by_id(quick.rollout_id)).status == "succeeded"
+        assert find_final_reward(await memory.query_spans(quick.rollout_id)) == 0.5
+        [attempt] = await memory.query_attempts(slow.rollout_id)
+        assert attempt.status == "timeout"
 
 
 async def test_hooks_see_their_moments_in_order_and_cannot_harm(memory):
