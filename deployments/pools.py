@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import yaml
 from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from blocks import ContentAddressedStorage, RolloutDatabase
@@ -43,6 +45,8 @@ def deploy(
     Deployments that are there already move to the pool. Runs work in the folder ``project`` of the worker's machine, by
     default in ``folder``. ``config`` as of `listed_deployments`. Raises ConfigError for a name or pool that there is
     not, or a wrong configuration, RolloutError where Prefect refuses.
+
+    What a person has paused stays paused, a schedule or a whole deployment, and a line says so.
     """
     document = listed_deployments(folder / FILE, config)
     listed = [str(item["name"]) for item in document["deployments"]]
@@ -58,6 +62,10 @@ def deploy(
                 f"the server has no work pool {pool!r}; give one of {', '.join(POOLS)}, or create it: "
                 f"prefect work-pool create {pool} --type process"
             ) from error
+        asked_for = [item for item in document["deployments"] if not names or item["name"] in names]
+        for line in _keep_paused(client, asked_for):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
     asked = [f"--name={name}" for name in names] or ["--all"]
     with tempfile.NamedTemporaryFile("w", suffix=f"-{FILE}", encoding="utf-8") as file:
         yaml.safe_dump(document, file, sort_keys=False)
@@ -69,6 +77,37 @@ def deploy(
         )
     if done.returncode:
         raise RolloutError(f"`prefect deploy` ended with {done.returncode} in {folder}; what it said is above")
+
+
+def _keep_paused(client: SyncPrefectClient, items: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Write into deployments that are about to be deployed what of them is paused on the server; a line for each."""
+    for item in items:
+        found = client.read_deployments(
+            deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[str(item["name"])]))
+        )
+        for deployment in found:
+            if deployment.paused:
+                item["paused"] = True
+                yield f"deployment {item['name']} is paused, and stays so: prefect deployment resume"
+            paused = [_rhythm(one.schedule.model_dump()) for one in deployment.schedules if not one.active]
+            if not paused:
+                continue
+            # Who gives a schedule another time while all are paused has not switched it on.
+            are_all = len(paused) == len(deployment.schedules)
+            kept = [own for own in item.get("schedules") or () if are_all or _rhythm(own) in paused]
+            for own in kept:
+                own["active"] = False
+            if kept:
+                when = ", ".join(str(_rhythm(own)) for own in kept)
+                yield (
+                    f"deployment {item['name']}: its schedule ({when}) is paused, and stays so: "
+                    "prefect deployment schedule resume"
+                )
+
+
+def _rhythm(schedule: Mapping[str, Any]) -> Any:
+    """When a schedule starts runs, without where and since when."""
+    return next((schedule[kind] for kind in ("cron", "rrule", "interval") if schedule.get(kind)), None)
 
 
 def require_process_pool(pool: str) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _kind_of(command: list[str]) -> str:
         return program
     words = [word for word in command[1:] if word not in ("-P", "-I", "-u", "-B", "-X", "faulthandler")]
     if words[:1] == ["-m"]:
-        return " ".join(["python", *words[:4]])
+        return " ".join(["python", *takewhile(lambda word: not word.startswith("{"), words[:4])])
     if words[:1] == ["-c"]:
         return f"python -c {words[1].strip().splitlines()[0][:60]}"
     return f"python {Path(words[0]).name}" if words else "python"

@@ -65,7 +65,7 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
 
 
 @pytest.mark.server
-def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing(prefect_server, tmp_path):
+def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing(prefect_server, tmp_path, capfd):
     def ops_deploy(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from deployments.cli import main; main()", "ops", "deploy", *arguments]
         environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": str(PROJECT)}
@@ -97,8 +97,19 @@ def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing
     elsewhere.write_text(example + '\n[cloud]\nprovider = "local"\n')
     done = ops_deploy("nightly", "canary", "--config", str(own))
     assert done.returncode == 0 and seeds() == [8, 8], done.stdout + done.stderr
+    # What a person has switched off stays off, and the deployment says so.
+    with get_client(sync_client=True) as client:
+        found = client.read_deployment_by_name("nightly/nightly")
+        client.update_deployment_schedule(found.id, found.schedules[0].id, active=False)
     pools.deploy(PROJECT, "cpu", ["nightly", "canary"])
     assert seeds() == [7, 7]
+    with get_client(sync_client=True) as client:
+        schedules = {
+            name: [one.active for one in client.read_deployment_by_name(f"{name}/{name}").schedules]
+            for name in ("nightly", "canary")
+        }
+    assert schedules == {"nightly": [False], "canary": [True]}
+    assert "deployment nightly: its schedule (0 2 * * *) is paused, and stays so: prefect " in capfd.readouterr().out
 
     done = ops_deploy("nightly", "--config", str(wrong))
     assert done.returncode and "sed: unknown key; did you mean 'seed'?" in done.stderr, done.stderr
