@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast, get_args, get_type_hints
 
@@ -67,13 +67,25 @@ class Plan:
 
 
 def plan_reproduction(source: ObjectStore, content: ContentId) -> Plan:
-    """How to make ``content`` again, from the records of ``source``. Raises NotFound where there are none."""
+    """How to make ``content`` again, from the records of ``source``. Raises NotFound where there are none.
+
+    Where several calls made the same, it is the last one that can be made again.
+    """
     known = _stages()
-    # Where several calls made the same, one of them is enough.
-    found = in_order(trace_makers(source, makers_of(source, content)[:1]))
-    recorded = [lineage for lineage in found if lineage.stage in known]
-    if not recorded:
+    plans: list[Plan] = []
+    for maker in reversed(makers_of(source, content)):
+        found = in_order(trace_makers(source, [maker]))
+        if any(lineage.stage in known for lineage in found):
+            plans.append(_plan(source, known, found))
+            if not plans[-1].problems:
+                return plans[-1]
+    if not plans:
         raise NotFound(f"no stage recorded that it made {content}; only what stages made can be made again")
+    return plans[0]
+
+
+def _plan(source: ObjectStore, known: Mapping[str, Stage[..., Any]], found: Sequence[Lineage]) -> Plan:
+    recorded = [lineage for lineage in found if lineage.stage in known]
     # A result may pass on what it was made of, such as an evaluation its model.
     inputs = {lineage.key: set(named_ids([canonical_json(lineage.inputs)])) for lineage in recorded}
     made = {output for lineage in recorded for output in lineage.outputs if output not in inputs[lineage.key]}

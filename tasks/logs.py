@@ -51,6 +51,8 @@ class StageEntry:
     """Seconds since the epoch."""
     key: ContentId | None = field(default=None, compare=False)
     """Of the call, where its result is cached."""
+    named: frozenset[ContentId] = field(default=frozenset(), compare=False, repr=False)
+    """All ids among its inputs."""
 
     @property
     def computed(self) -> bool:
@@ -163,7 +165,7 @@ class Journal:
         for entry in self.entries:
             taken = sum(output in named for output in entry.outputs)
             for output in entry.outputs:
-                if entry.key is None or output not in named or output in entry.inputs:
+                if entry.key is None or output not in named or output in entry.named:
                     continue
                 if taken >= found.get(output, (0, ""))[0]:
                     found[output] = (taken, entry.key)

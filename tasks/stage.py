@@ -447,13 +447,18 @@ class Stage(Generic[P, R]):
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             outputs = () if result is None else result.outputs()
             key = self._plain_key(inputs) if self.cached else None
-            journal.add(StageEntry(self.name, label, state, seconds, (*ids, *records), outputs, result, key=key))
+            named = frozenset(named_in(identity(inputs)))
+            entry = StageEntry(
+                self.name, label, state, seconds, (*ids, *records), outputs, result, key=key, named=named
+            )
+            journal.add(entry)
 
 
 def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of a stage, and those that every task has beside them."""
     call = dict(inputs)
-    return call, {name: call.pop(name) for name in (REFRESH, TIMEOUT, MAKERS)}
+    # A flow's process of an earlier version, which is still at work, gives no makers.
+    return call, {MAKERS: {}} | {name: call.pop(name) for name in (REFRESH, TIMEOUT, MAKERS) if name in call}
 
 
 class UnreadableResult(RolloutError):

@@ -15,7 +15,7 @@ from openlineage.client.event_v2 import Job, Run, RunEvent
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import collect_garbage
+from rollout_core.objects.gc import Scope, collect_garbage
 from rollout_core.objects.imports import (
     MAX_SOURCES,
     Imported,
@@ -150,6 +150,24 @@ def test_of_equal_content_lineage_names_the_maker_that_the_consumer_had_it_from(
     assert "the same content was made 6 times: score night 0 iteration 0, " in text
 
 
+def test_what_a_stage_passes_on_from_a_list_and_models_that_settings_name_lead_on(objects: ObjectStore) -> None:
+    """Selected groups that are all groups are the completions as they came; a reward model stands in settings."""
+    reward_model = hash_bytes(b"reward model")
+    record_lineage(objects, made("rm_update", {"dataset": PROMPTS}, reward_model, hash_bytes(b"train state")))
+    record_lineage(objects, made("generate", {"prompts": PROMPTS}, SAMPLES))
+    reward = {"kind": "model", "model": reward_model}
+    record_lineage(
+        objects, later(made("score", {"completions": {"of": SAMPLES}, "reward": reward}, SCORES, SAMPLES), 1)
+    )
+    selected = later(made("select", {"rounds": [{"scores": SCORES, "of": SAMPLES}]}, SCORES, SAMPLES), 2)
+    record_lineage(objects, selected)
+    # A run of an earlier version named the one that passed it on.
+    inputs = {"scores": {"scores": SCORES, "of": SAMPLES}}
+    record_lineage(objects, later(made("update", inputs, MODEL), 3, makers={SCORES: selected.key}))
+    assert stages(trace_lineage(objects, MODEL)) == ["update", "generate", "score", "rm_update"]
+    assert stages(trace_descendants(objects, reward_model)) == ["score", "update"]
+
+
 def test_catalogues_are_not_told_that_equal_content_is_one_data_set(objects: ObjectStore) -> None:
     updates = iterations(objects, named=True)
     documents = [json.loads(line) for line in events(trace_lineage(objects, updates[2].outputs[0]))]
@@ -191,10 +209,23 @@ def test_garbage_collection_follows_the_makers_of_what_is_kept_alone(objects: Ob
     collect_garbage(objects, min_age=timedelta(0), keep_notes=timedelta(0))
     assert [objects.exists(one) for one in completions] == [False, True, False]
     assert [maker.inputs["label"] for maker in makers_of(objects, zeros)] == ["1"]
-    # Where nothing tells, all that may have made it stays.
+    # What took it names its maker, though that one's other results are gone and another one's are there.
+    taken = objects.put_json({"stage": "evaluate"})
+    named = made("score", {"completions": completions[1], "label": "1"}, zeros, completions[1])
+    record_lineage(objects, made("score", {"completions": (there := objects.put_bytes(b"[]"))}, zeros, there))
+    record_lineage(
+        objects, made("evaluate", {"scores": zeros}, taken).model_copy(update={"makers": {zeros: named.key}})
+    )
+    objects.set_ref("labels/kept", taken)
+    collect_garbage(objects, min_age=timedelta(0), keep_notes=timedelta(0))
+    assert objects.exists(completions[1]) and not objects.exists(there)
+    assert [lineage.key for lineage in trace_lineage(objects, taken)][1] == named.key
+    # Where nothing tells, all that may have made it stays, also where weights are not kept.
     objects.set_ref("labels/kept", zeros)
     record_lineage(objects, made("score", {"completions": (other := objects.put_bytes(b"{}"))}, zeros, other))
     collect_garbage(objects, min_age=timedelta(0), keep_notes=timedelta(0))
+    scope = Scope(weights_of_inputs=False)
+    collect_garbage(objects, min_age=timedelta(0), keep_notes=timedelta(0), scope=scope)
     assert objects.exists(completions[1]) and objects.exists(other)
     assert not verify_store(objects).damage
 

@@ -123,6 +123,10 @@ def test_a_folder_has_a_given_file_without_a_copy(local: ObjectStore, tmp_path: 
     assert stat.S_IMODE(given.stat().st_mode) == stat.S_IMODE(kept.stat().st_mode) & 0o444, "as a copy"
     assert time.time() - given.stat().st_mtime < 600, "nobody takes it for an old one that none names"
     local.delete(hash_file(folder / "given").content_id)
+    (tmp_path / "link").symlink_to(folder / "given")
+    (folder / "given").chmod(0o640)
+    assert not local.files.take(tmp_path / "link", blob_key(hash_bytes(b"of a link")))
+    assert stat.S_IMODE((folder / "given").stat().st_mode) == 0o640, "what a link leads to is left alone"
     put_given(local, folder, "given")
     local.files.take(folder / "given", blob_key(hash_file(folder / "given").content_id))  # once more, at the same time
     (folder / "given").unlink()

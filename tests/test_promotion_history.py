@@ -120,8 +120,14 @@ def test_a_new_database_beside_old_objects_serves_what_the_history_made_the_late
     change = Change("promote", "policy", first, "flow run 3", "worse")
     with pytest.raises(history.LatestChanged):
         place.do(lambda store: change_latest(store, place.objects, change, instead_of=None))
+    assert stand() == second
+    place.database = f"sqlite:///{place.folder}/another.db"
     adopted = place.do(lambda store: history.adopt_history(store, place.objects, "policy"))
     assert adopted.model == second and stand() == second and len(place.history()) == 2
+    # Promoting by hand what the history promoted makes it no other model to go back from.
+    place.database = f"sqlite:///{place.folder}/by-hand.db"
+    assert place.promote(second) is None and stand() == second and place.back().model == first
+    place.promote(second)
     assert place.do(lambda store: history.adopt_history(store, place.objects, "policy")) is None
     # And without it the next change knows what it is made instead of, and one can go back.
     place.database = f"sqlite:///{place.folder}/newer.db"

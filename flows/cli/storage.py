@@ -304,6 +304,12 @@ def store_copy(
         for name, rows in copied.rows.items():
             typer.echo(f"{name:17} {rows:>12,}")
         typer.echo(f"both have the same rows; {copied.written:,} were written now")
+        if copied.under_way:
+            sys.stderr.write(
+                f"rollout: {copied.under_way} rollouts are preparing or running; where their runners are still at "
+                "work, what those store from now on is in the first database alone: end them, and copy into an empty "
+                "one\n"
+            )
 
 
 @store_app.command("migrate")

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rollout_core.base.errors import ConfigError, Recoverable, in_words
-from rollout_core.store import LightningStore, Span
+from rollout_core.store import LightningStore, Span, TraceStatus
+from rollout_core.store.semconv import AGL_EXCEPTION
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ class SpanDelivery:
     other, each as large as has come meanwhile: the first span leaves at once. A store that is away is asked again for
     ``patience_seconds``. ``close`` returns when everything is stored, and raises what is in the way of that.
 
-    A span that a store refuses as such (ConfigError) is logged and left out; the others of its batch are stored.
+    A span that a store refuses as such (ConfigError) is logged, and a span of that exception stored instead, with the
+    others of its batch. ``close`` then raises the error: an attempt without a span, perhaps its reward, is no success.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class SpanDelivery:
         self._waiting: list[Span] = []
         self._closed = False
         self._work: asyncio.Task[None] | None = None
+        self._refusal: ConfigError | None = None
+        """Of the first span that was refused."""
 
     def add(self, span: Span) -> bool:
         """Take a span to be numbered and stored, from any thread; False if the attempt is over, so that it is not."""
@@ -72,6 +76,8 @@ class SpanDelivery:
         with self._lock:
             self._closed = True
         await self.flush()
+        if self._refusal is not None:
+            raise self._refusal
 
     def _begin(self) -> None:
         if self._work is None:
@@ -118,6 +124,25 @@ class SpanDelivery:
                     await self._store_batch([span])
             else:
                 logger.error("A span of rollout %s is refused: %s", self._rollout_id, in_words(error))
+                self._refusal = self._refusal or error
+                told = self._told(batch[0], error)
+                await self._ask(lambda: self._store.add_many_spans([told]))
+
+    def _told(self, span: Span, error: ConfigError) -> Span:
+        """What stands in place of a span that was refused."""
+        attributes = {
+            "exception.type": type(error).__name__,
+            "exception.message": f"the store refuses the span {span.name!r:.80}: {error}",
+            "exception.escaped": True,
+        }
+        return Span.from_attributes(
+            rollout_id=self._rollout_id,
+            attempt_id=self._attempt_id,
+            sequence_id=span.sequence_id,
+            name=AGL_EXCEPTION,
+            attributes=attributes,
+            status=TraceStatus(status_code="ERROR"),
+        )
 
     def _ask(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         return retried(call, self._patience_seconds)

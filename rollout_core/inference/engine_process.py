@@ -92,15 +92,30 @@ class _Reasons(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or str(error).startswith(_ENDS_WITH_ANOTHER):
             return
-        kind = _WORKERS if record.name.endswith("multiproc_executor") else _ENGINES
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        with suppress(OSError):  # it is logged all the same
-            (self._folder / f"{kind}-{os.getpid()}").write_text(reason[:_REASON_LETTERS], encoding="utf-8")
+        _write_reason(self._folder, _WORKERS if record.name.endswith("multiproc_executor") else _ENGINES, error)
+
+
+def _write_reason(folder: Path, kind: str, error: BaseException) -> None:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    with suppress(OSError):  # it is logged all the same
+        (folder / f"{kind}-{os.getpid()}").write_text(reason[:_REASON_LETTERS], encoding="utf-8")
+
+
+@contextmanager
+def _noting_reason(kind: str) -> Iterator[None]:
+    """Around what a process of an engine runs, for what is raised before vLLM would log it."""
+    try:
+        yield
+    except Exception as error:
+        folder = os.environ.get(_FILES)
+        if folder and not str(error).startswith(_ENDS_WITH_ANOTHER) and engine_failure(Path(folder)) is None:
+            _write_reason(Path(folder), kind, error)
+        raise
 
 
 def engine_failure(folder: Path) -> str | None:
     """The exception that ended an engine with these files, its worker's before its own. None: its processes raised
-    nothing, so somebody killed them, such as the kernel where memory runs out."""
+    nothing, so somebody killed them, such as the kernel where memory runs out, or native code ended them."""
     for kind in (_WORKERS, _ENGINES):
         for file in sorted(folder.glob(f"{kind}-*")):
             return file.read_text(encoding="utf-8")
@@ -170,8 +185,9 @@ class EngineProcess(SpawnProcess):
 
 def _await_arguments(arguments: Connection) -> None:
     """What an `EngineProcess` runs."""
-    for module in ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollout_core.inference.vllm_worker"):
-        importlib.import_module(module)  # what it and its worker are going to need
+    with _noting_reason(_ENGINES):
+        for module in ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollout_core.inference.vllm_worker"):
+            importlib.import_module(module)  # what it and its worker are going to need
     with arguments:
         try:
             environment, kwargs = arguments.recv()
@@ -240,7 +256,11 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     # The kernel would end this process alone; its workers would run until they notice.
     threading.Thread(target=_end_with_owner, name="rollout-owner-watch", daemon=True).start()
     signal_at_parents_end(None)
+    with _noting_reason(_ENGINES):
+        _run_engine_core(*args, **kwargs)
 
+
+def _run_engine_core(*args: Any, **kwargs: Any) -> None:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor import multiproc_executor
 
@@ -270,11 +290,12 @@ def worker_main(*args: Any, **kwargs: Any) -> None:
     engine = multiprocessing.parent_process()
     if engine is not None and os.getppid() != engine.pid:
         os._exit(1)
-    from rollout_core.inference import vllm_worker
+    with _noting_reason(_WORKERS):
+        from rollout_core.inference import vllm_worker
 
-    vllm_worker.prepare_worker()
-    sleep_while_waiting()
-    vllm_worker.worker_main(*args, **kwargs)
+        vllm_worker.prepare_worker()
+        sleep_while_waiting()
+        vllm_worker.worker_main(*args, **kwargs)
 
 
 def sleep_while_waiting() -> None:
@@ -317,6 +338,11 @@ class HangWatch:
         self._processes = processes
         self._deadline: float | None = None
         threading.Thread(target=self._look, name="rollout-engine-hangs", daemon=True).start()
+
+    @property
+    def exit_codes(self) -> list[int]:
+        """Of those processes that have ended."""
+        return [process.exitcode for process in self._processes if process.exitcode is not None]
 
     @contextmanager
     def waiting(self, seconds: float | None = None) -> Iterator[None]:

@@ -16,6 +16,8 @@ import logging
 import math
 import multiprocessing.connection
 import os
+import re
+import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
@@ -59,6 +61,10 @@ if TYPE_CHECKING:
 CANARY_TOKENS = 8
 _CANARY = SamplingParams(temperature=0.0, max_tokens=CANARY_TOKENS)
 _END: Any = object()
+_CRASHES = {
+    -number: number.name for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
+}
+"""Exit codes of a process whose native code has failed, which it does again. Those who kill take other signals."""
 _ENGINE_DIED, _CORE_FAILED = "EngineDeadError", "Engine core initialization failed"
 """How vLLM says that the processes of its engine ended: as they started, by a message alone."""
 _WORKER_EXTENSION = "rollout_core.inference.vllm_worker.InPlaceReload"
@@ -103,7 +109,8 @@ class VLLMEngine(GathersStream):
             is_engines = type(error).__name__ == _ENGINE_DIED or str(error).startswith(_CORE_FAILED)
             if not is_engines and not isinstance(error, ValueError | RuntimeError | OSError):
                 raise
-            reason = engine_failure(self._folder) if is_engines else str(error)
+            codes = map(int, re.findall(r": (-\d+)", str(error).partition("proc(s)")[2]))
+            reason = (engine_failure(self._folder) or _crash(codes)) if is_engines else str(error)
             if reason is None:
                 raise Recoverable(
                     f"a process of vLLM's engine was killed while it started with model {model.folder}, without a word "
@@ -171,7 +178,7 @@ class VLLMEngine(GathersStream):
         try:
             [completion] = self.generate([self._canary()])
         except Recoverable as error:
-            reason = engine_failure(self._folder)
+            reason = engine_failure(self._folder) or _crash(self._watch.exit_codes)
             self.close()
             if reason is None:  # it was killed
                 raise
@@ -465,3 +472,9 @@ def _prepare_environment(config: VLLMBackend, device: str) -> None:
         os.environ.setdefault("HF_TOKEN", token)
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
+
+
+def _crash(codes: Iterable[int]) -> str | None:
+    """How an engine's process ended, if that was by a fault of its own."""
+    name = next((_CRASHES[code] for code in codes if code in _CRASHES), None)
+    return None if name is None else f"its engine's process ended by {name}; what it said is in the log above"

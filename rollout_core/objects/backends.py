@@ -127,6 +127,8 @@ class LocalFiles:
     def take(self, path: Path, key: str) -> bool:
         link = self._path(f"tmp/{ULID()}")
         with storage_faults("write", self._path(key)):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                return False  # of a symbolic link the permissions below would be those of what it leads to
             self._make_folder(os.path.dirname(link))
             try:
                 os.utime(path)  # or another process would take the link for what a killed writer left

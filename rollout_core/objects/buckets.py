@@ -49,6 +49,8 @@ LEFT_OVER_SECONDS = 86_400.0
 """So old, a file that has not got its own name belongs to no process any more."""
 _let_in: weakref.WeakSet[Any] = weakref.WeakSet()
 """gcsfs file systems whose credentials were looked at."""
+_MANY_FOLDERS = 1000
+"""More subfolders than that are not listed one by one."""
 
 
 class RemoteFiles:
@@ -270,6 +272,8 @@ class RemoteFiles:
             except FileNotFoundError:
                 return
         subfolders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+        if len(subfolders) > _MANY_FOLDERS:  # as below an id each, which together take fewer requests than folders
+            entries, subfolders = [], [self.path(folder)]
         with ThreadPoolExecutor(self.parallel, thread_name_prefix="object-list") as pool:
             listings = pool.map(self._find, subfolders)
             for entry in [*(e for e in entries if e["type"] == "file"), *chain.from_iterable(listings)]:

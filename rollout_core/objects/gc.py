@@ -215,6 +215,11 @@ class Marking:
         self._lineage: dict[ContentId, set[ContentId]] = {}
         """Records of how it was made, by its id; several where calls of stages made the same."""
         self._lineage_refs: dict[str, ContentId] = {}
+        self._keys: dict[ContentId, str] = {}
+        """Of these records the keys of their calls."""
+        self._all_keys: set[str] = set()
+        self._keys_named: set[str] = set()
+        """Of these keys the ones that what was reached names, such as what took a result."""
         self._outputs: dict[ContentId, set[ContentId]] = {}
         """Of records of lineage, as far as they were asked for."""
         self._seen: set[ContentId] = set()
@@ -255,6 +260,8 @@ class Marking:
             (self._lineage if is_lineage else self._about).setdefault(blob, set()).add(named)
             if is_lineage:
                 self._lineage_refs[name] = named
+                self._keys[named] = name.split("/")[-1] if name.count("/") == 2 else ""
+                self._all_keys.add(self._keys[named])
             if about == f"{LET_GO_REFS}/" and blob in self._blobs and self._is_given_up(named):
                 self._given_up.add(blob)
             if about != FINISHED_REFS:
@@ -266,7 +273,8 @@ class Marking:
         self.reach(roots)
         self.reach(set().union(*(self._left_out.pop(model, ()) for model in self._chosen)))
         if not self._scope.weights_of_inputs:
-            self._trace(self._only_records(self._seen | self._traced))
+            seen = self._seen | self._traced
+            self._trace(self._only_records(seen) | self._records_of_several(seen))
 
     def _named_by(self, name: str) -> ContentId | None:
         try:
@@ -330,6 +338,7 @@ class Marking:
         self.reached |= level & self._blobs.keys()
         found = followed & self._blobs.keys()
         named = set(chain.from_iterable(self.names_in_each(found)))
+        self._keys_named |= named & self._all_keys
         named.update(*(self._about[seen] for seen in level if seen in self._about))
         if follows_lineage:
             named |= self._only_records(level)
@@ -345,28 +354,31 @@ class Marking:
         return set().union(*(records for records in known if len(records) == 1))
 
     def _records_of_several(self, seen: set[ContentId]) -> set[ContentId]:
-        """Once all else was reached: of what was made several times, such as rewards that are all 0, the records of
-        which all outputs were seen, or the most, that are not among ``seen`` yet."""
-        whole: set[ContentId] = set()
+        """Once all else was reached: of what was made several times, such as rewards that are all 0, the records that
+        something else names as its maker; or else those of which all outputs were seen, or the most. Without those that
+        are among ``seen``."""
+        several = {one: records for one in seen & self._lineage.keys() if len(records := self._lineage[one]) > 1}
+        unread = set().union(*several.values()) - self._outputs.keys()
+        self._outputs |= zip(unread, self._objects.in_parallel(self._outputs_of, unread), strict=True)
+        sure: set[ContentId] = set()
         likely: set[ContentId] = set()
-        for content_id in seen & self._lineage.keys():
-            records = self._lineage[content_id]
-            if len(records) == 1:
-                continue
-            missing = {record: len(self._outputs_of(record) - seen) for record in records}
+        for records in several.values():
+            named = {record for record in records if self._keys[record] in self._keys_named}
+            missing = {record: len(self._outputs[record] - seen) for record in records}
             fewest = min(missing.values())
-            (likely if fewest else whole).update(record for record in records if missing[record] == fewest)
-        return (whole - seen) or (likely - seen)
+            whole = {record for record in records if not missing[record]}
+            sure |= named | whole
+            if not named and not whole:
+                likely |= {record for record in records if missing[record] == fewest}
+        return (sure - seen) or (likely - seen)
 
     def _outputs_of(self, record: ContentId) -> set[ContentId]:
-        if record not in self._outputs:
-            try:
-                document = parsed(self._objects.files.read(blob_key(record)))
-            except FileNotFoundError:
-                document = None
-            outputs = document.get("outputs", ()) if isinstance(document, dict) else ()
-            self._outputs[record] = {ContentId(one) for one in outputs if is_content_id(one)}
-        return self._outputs[record]
+        try:
+            document = parsed(self._objects.files.read(blob_key(record)))
+        except FileNotFoundError:
+            document = None
+        outputs = document.get("outputs", ()) if isinstance(document, dict) else ()
+        return {ContentId(one) for one in outputs if is_content_id(one)}
 
     def _trace(self, records: set[ContentId]) -> None:
         """Reach what records of lineage name, and the lineage of that, but not the weights of models that were made by

@@ -60,6 +60,10 @@ class Lineage(BaseModel):
         """The content ids among ``inputs``, in order, each once."""
         return list(dict.fromkeys(named_ids([canonical_json(self.inputs)])))
 
+    def passed_on(self) -> set[ContentId]:
+        """Outputs that it was made of, as completions name their samples."""
+        return set(self.outputs).intersection(self.inputs_named())
+
 
 def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:
     """File the record under each of its outputs and return the record's own id.
@@ -153,20 +157,26 @@ def _call(lineage: Lineage) -> _Call:
     return lineage.key, lineage.outputs
 
 
-def maker_for(consumer: Lineage, content: ContentId, makers: Sequence[Lineage]) -> Lineage | None:
+def maker_for(
+    consumer: Lineage, content: ContentId, makers: Sequence[Lineage], *, are_all: bool = True
+) -> Lineage | None:
     """Of the ``makers`` of one of its inputs, in order of time, the one from which ``consumer`` had it.
 
-    That is the one which it names. Where it names none, that of whose other results it took most: iteration 1 took the
-    rewards of iteration 1 together with their completions. Of several alike the last one before it. None where no maker
-    is known, or the ones that are known made the record that it took with other content in it.
+    That is the one which it names. Where it names none of them, that of whose other results it took most: iteration 1
+    took the rewards of iteration 1 together with their completions. Of several alike the last one before it. None where
+    no maker is known, or those that are known passed on what ``consumer`` did not take, and so made another record with
+    this content in it. ``are_all``: the makers are all that are recorded, so one that is named and missing is lost.
     """
     others = [maker for maker in makers if maker.key != consumer.key]
-    if (named := consumer.makers.get(content)) is not None:
-        return next((maker for maker in reversed(others) if maker.key == named), None)
+    named = consumer.makers.get(content)
+    if any(maker.key == named for maker in others):
+        return next(maker for maker in reversed(others) if maker.key == named)
+    if named is not None and not are_all:
+        return None
     taken = set(consumer.inputs_named())
     if any(isinstance(value, dict) and content in named_in(value) for value in consumer.inputs.values()):
-        # It took a whole record, and so all that its maker made.
-        others = [maker for maker in others if taken.issuperset(maker.outputs)]
+        # What it took is a record, which has all that its maker passed on.
+        others = [maker for maker in others if taken.issuperset(maker.passed_on())]
     if not others:
         return None
     most = max(len(taken.intersection(maker.outputs)) for maker in others)

@@ -79,7 +79,7 @@ def lineage_graph(found: Sequence[Lineage], imports: Sequence[Imported] = ()) ->
     for place, lineage in enumerate(found):
         for name, value in lineage.inputs.items():
             for named in dict.fromkeys(named_ids([canonical_json(value)])):
-                maker = maker_for(lineage, named, makers.get(named, ()))
+                maker = maker_for(lineage, named, makers.get(named, ()), are_all=False)
                 if maker is not None:
                     edges[f"s{places[id(maker)]}", f"s{place}"] = None
                 elif named not in lineage.outputs or named not in makers:
@@ -106,7 +106,7 @@ def as_text(found: Sequence[Lineage], imports: Sequence[Imported] = (), *, asked
         for name, value in lineage.inputs.items():
             ids = list(dict.fromkeys(named_ids([canonical_json(value)])))
             for number, named in enumerate(ids[:SHOWN_IDS]):
-                maker = maker_for(lineage, named, makers.get(named, ()))
+                maker = maker_for(lineage, named, makers.get(named, ()), are_all=False)
                 origin = _title(maker) if maker is not None else sources.get(named, "")
                 lines.append(
                     f"  {'from' if number == 0 else '':4} {name:12} {_marked(named, asked):13} {origin}".rstrip()

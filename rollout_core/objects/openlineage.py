@@ -52,7 +52,9 @@ def _event(
             return content
         return f"{content}/{maker.key.short}"
 
-    taken = {one: name_of(one, maker_for(lineage, one, makers.get(one, ()))) for one in lineage.inputs_named()}
+    taken = {
+        one: name_of(one, maker_for(lineage, one, makers.get(one, ()), are_all=False)) for one in lineage.inputs_named()
+    }
     made = {one: taken.get(one) or name_of(one, lineage) for one in lineage.outputs}
     kind = facets.job_type_job.JobTypeJobFacet("BATCH", "ROLLOUT", "STAGE")
     moment = int(lineage.created_at.timestamp() * 1e6).to_bytes(8, "big")

@@ -14,7 +14,7 @@ import getpass
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -152,7 +152,7 @@ async def served_model(store: LightningStore, objects: ObjectStore, resource: st
     known = latest.resources if latest else {}
     if resource in known:
         return _model_of(known[resource])
-    entry = _last(objects, resource)
+    entry = await asyncio.to_thread(_last, objects, resource)
     return None if entry is None else entry.model
 
 
@@ -160,16 +160,28 @@ async def adopt_history(store: LightningStore, objects: ObjectStore, resource: s
     """Add to the latest resources what the history made the latest last, where they have nothing of this name. The
     entry it stands in; None where nothing was to be added."""
     async with _alone(objects):
-        latest = await store.get_latest_resources()
-        known = latest.resources if latest else {}
-        entry = _last(objects, resource) if resource not in known else None
-        if entry is not None:
-            await store.add_resources({**known, resource: _served_as(entry.model)})
-        return entry
+        return await _adopt(store, objects, resource)
+
+
+async def _adopt(store: LightningStore, objects: ObjectStore, resource: str) -> Entry | None:
+    latest = await store.get_latest_resources()
+    known = latest.resources if latest else {}
+    entry = _last(objects, resource) if resource not in known else None
+    if entry is not None:
+        await store.add_resources({**known, resource: _served_as(entry.model)})
+    return entry
 
 
 def _last(objects: ObjectStore, resource: str) -> Entry | None:
-    return next(reversed(history_of(objects, resource, last=LOOKED_AT)), None)
+    """The last entry; raises ConfigError where that cannot be read, as the one before may have been gone back from."""
+    names = objects.ref_names(_folder(resource))
+    found = entries_by_ref(objects, resource, last=1)
+    if names and not found:
+        raise ConfigError(
+            f"the last entry of the history of {resource!r}, ref {names[-1]} in {objects.url}, cannot be read, and the "
+            "database does not know what is served; say it: rollout promote ID"
+        )
+    return found[-1][1] if found else None
 
 
 def _served_as(model: ContentId) -> LLM:
@@ -203,10 +215,17 @@ async def change_latest(
     where something else than ``instead_of`` is served.
     """
     async with _alone(objects):
-        served = await served_model(store, objects, change.resource)
+        served = await _served_or_adopted(store, objects, change.resource)
         if instead_of != "whatever" and served not in (instead_of, change.model):
             raise LatestChanged(change.resource, instead_of, served)
         return await _change(store, objects, change, history_of(objects, change.resource, last=1), served)
+
+
+async def _served_or_adopted(store: LightningStore, objects: ObjectStore, resource: str) -> ContentId | None:
+    with suppress(ConfigError):  # what cannot be read is replaced by what is promoted now
+        await _adopt(store, objects, resource)
+    latest = await store.get_latest_resources()
+    return _model_of((latest.resources if latest else {}).get(resource))
 
 
 async def _change(
@@ -222,10 +241,7 @@ async def _change(
     wanted = _served_as(change.model)
     if known.get(change.resource) == wanted:
         return None
-    entry = _unfinished(entries, change)
-    # Where the database knew nothing of this name, what is served is what the history says: this very change.
-    if entry is not None and entry.previous != previous and change.resource in known:
-        entry = None
+    entry = _unfinished(entries, change, previous)
     if entry is None:
         entry = Entry(**vars(change), previous=previous, at=_now(entries))
         _write(objects, entry)
@@ -233,13 +249,13 @@ async def _change(
     return entry
 
 
-def _unfinished(entries: Sequence[Entry], change: Change) -> Entry | None:
+def _unfinished(entries: Sequence[Entry], change: Change, previous: ContentId | None) -> Entry | None:
     """The last entry, where it is this change, which was noted and not made."""
     if not entries:
         return None
     last = entries[-1]
     is_same = all(getattr(last, name) == value for name, value in vars(change).items())
-    return last if is_same else None
+    return last if is_same and last.previous == previous else None
 
 
 async def roll_back(
@@ -259,7 +275,7 @@ async def roll_back(
     """
     async with _alone(objects):
         entries = history_of(objects, resource)
-        served = await served_model(store, objects, resource)
+        served = await _served_or_adopted(store, objects, resource)
         if instead_of not in ("whatever", served):
             raise LatestChanged(resource, instead_of, served)
         target = model_to_go_back_to(entries, resource, served) if to is None else _named(entries, resource, to)
@@ -287,7 +303,8 @@ def model_to_go_back_to(entries: Sequence[Entry], resource: str, served: Content
         if entry.action == "promote":
             # What another entry put on top and did not come into force is no longer there.
             _settle(standing, entry.previous)
-            standing.append(entry.model)
+            if standing[-1:] != [entry.model]:  # one that was served already is no other to go back from
+                standing.append(entry.model)
         else:
             _settle(standing, entry.model)
     _settle(standing, served)

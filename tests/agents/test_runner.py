@@ -431,6 +431,28 @@ async def test_ten_thousand_spans_of_one_rollout_arrive(store):
     assert [span.attributes["number"] for span in spans] == list(range(count))
 
 
+async def test_an_attempt_whose_span_the_store_refuses_is_no_success_and_says_why(store):
+    """Over HTTP a span has at most 8 MiB; a reward beside a long transcript was lost, and the attempt had succeeded."""
+
+    @rollout_agent
+    def agent(task, llm):
+        emit_annotation({"before": 1})
+        emit_annotation({"agentlightning.reward": 1.0, "transcript": "x" * (9 * 2**20)})
+        emit_annotation({"after": 1})
+
+    await store.add_resources(LLM_RESOURCES)
+    queued = await store.enqueue_rollout("task")
+    await run_all(store, agent, 1)
+    rollout = await store.get_rollout_by_id(queued.rollout_id)
+    spans = await store.query_spans(queued.rollout_id)
+    if not isinstance(store, LightningStoreClient):
+        assert rollout.status == "succeeded" and len(spans) == 3
+        return
+    assert rollout.status == "failed"
+    assert [span.attributes.get("before", span.attributes.get("after")) for span in spans] == [1, None, 1]
+    assert "the store refuses the span 'agentlightning." in spans[1].attributes["exception.message"]
+
+
 async def test_a_runner_whose_store_is_gone_for_good_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_core.agents.runner._PROBE_SECONDS", 0.1)
     server = LightningStoreServer(InMemoryLightningStore())

@@ -355,6 +355,21 @@ def test_an_engine_killed_while_it_starts_is_started_again_with_the_stage(small,
         killing.join()
 
 
+def test_only_who_kills_makes_a_start_that_is_tried_again(tmp_path, monkeypatch):
+    """An engine that raises before vLLM logs it says why, and so does one whose native code fails each time."""
+    from rollout_core.inference import engine_process
+    from rollout_core.inference.vllm_backend import _crash
+
+    monkeypatch.setenv(engine_process._FILES, str(tmp_path))
+    assert engine_process.engine_failure(tmp_path) is None
+    for error in (RuntimeError("WorkerProc initialization failed due to an exception"), ImportError("no kernel")):
+        with pytest.raises(type(error)), engine_process._noting_reason(engine_process._ENGINES):
+            raise error
+    assert engine_process.engine_failure(tmp_path) == "ImportError: no kernel"
+    assert _crash([0, 1, -signal.SIGKILL, -signal.SIGTERM]) is None
+    assert "SIGABRT" in str(_crash([1, -signal.SIGABRT]))
+
+
 @pytest.mark.engine
 def test_a_start_that_fails_says_why_in_the_engines_own_words(small, tmp_path):
     from rollout_core.config import VLLMBackend

@@ -55,6 +55,8 @@ class Copied:
     """Of each table that was copied; both databases have them."""
     written: int = 0
     """Rows that this call wrote; the others were there."""
+    under_way: int = 0
+    """Rollouts that somebody had begun and not ended when they were copied."""
 
 
 def copy_store(source: str, target: str, on_part: OnPart | None = None) -> Copied:
@@ -90,6 +92,8 @@ def copy_store(source: str, target: str, on_part: OnPart | None = None) -> Copie
                 f"{without_password(source)} is being written to; end what uses it, then run the copy again, which "
                 "goes on from here"
             )
+        _refuse_leases(reading, source)  # once more: somebody may have begun meanwhile
+        copied.under_way = _under_way(writing)
         _set_counts(reading, writing)
         _go_on_counting(writing)
     return copied
@@ -224,6 +228,13 @@ def _beyond(table: Table, last: Sequence[Any] | None) -> Any:
     """Rows by key, from the first one after the key ``last``."""
     rows = select(*table.columns).order_by(*table.primary_key.columns)
     return rows if last is None else rows.where(_keys(table) > tuple_(*last))
+
+
+def _under_way(engine: Engine) -> int:
+    rollouts = metadata.tables["rollouts"]
+    with engine.connect() as connection:
+        begun = select(func.count()).where(rollouts.c.status.in_(["preparing", "running"]))
+        return connection.scalar(begun) or 0
 
 
 def _set_counts(source: Engine, target: Engine) -> None:
