@@ -16,11 +16,10 @@ from typing import TypeVar
 from prefect.context import FlowRunContext
 
 from rollout_core.base.errors import NotFound
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.config import RunInfo
 from rollout_core.objects import Snapshot, SnapshotStore
-from rollout_core.objects.gc import named_ids
 from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import RUN_NAME

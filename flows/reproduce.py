@@ -16,13 +16,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from flows.flow_run import recompute_missing
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
-from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.base.ids import ContentId, canonical_json, named_ids
 from rollout_core.config import Run, RunInfo
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
-from rollout_core.objects.gc import named_ids
 from rollout_core.objects.imports import code_behind
 from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
 from rollout_core.rewards.source_ids import hold_source

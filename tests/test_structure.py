@@ -47,6 +47,7 @@ INSIDE_FUNCTIONS = {
     "rollout_core.rewards.user_code": "a child starts without it",
     "rollout_core.store.bridge.running": "each cloud's client is an extra",
     "rollout_core.store.sql.by_url": "PostgreSQL's driver is an extra",
+    "rollout_core.store.sql.copying": "PostgreSQL's driver is an extra",
     "tasks.score": "imports torch, for the KL divergence only",
 }
 """Modules that import others of this project inside functions, and why."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from blake3 import blake3
@@ -24,6 +24,8 @@ SAMPLING_PARAMS_SCHEMA_VERSION = 1
 """Raised when the meaning or the fields of the sampling parameters change; every sample id changes with it."""
 
 _CONTENT_ID = re.compile(CONTENT_ID_PATTERN)
+_NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
+_NAMED_ID_BYTES = 66
 
 
 class ContentId(str):
@@ -98,6 +100,15 @@ def hash_bytes(data: bytes) -> ContentId:
 def content_id(tag: str, value: Any) -> ContentId:
     """Content id of a structure: ``blake3(tag || 0x00 || canonical_json(value))``. ``tag`` is like ``"sample/1"``."""
     return ContentId.of_digest(blake3(tag.encode() + b"\x00" + canonical_json(value)))
+
+
+def named_ids(chunks: Iterable[bytes]) -> Iterator[ContentId]:
+    """Content ids that are whole strings in a stream of JSON, or of JSON within its strings. May repeat."""
+    window = b""
+    for chunk in chunks:
+        window = window[1 - _NAMED_ID_BYTES :] + chunk
+        for match in _NAMED_ID.finditer(window):
+            yield ContentId(match[1].decode())
 
 
 def sample_id(model: ContentId, prompt: Any, params: BaseModel | Mapping[str, Any], index: int) -> ContentId:

@@ -16,14 +16,14 @@ from datetime import timedelta
 from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
-from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
+from rollout_core.base.ids import ContentId, canonical_json, hash_bytes, named_ids
 from rollout_core.base.processes import size_text
 from rollout_core.config.retention import Retention
 from rollout_core.inference.ledger import COMPLETION_SPAN, FAILURE_SPAN
 from rollout_core.models.precision import trained_as
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile, TreeManifest
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
-from rollout_core.objects.gc import GcReport, Scope, collect_garbage, named_ids
+from rollout_core.objects.gc import GcReport, Scope, collect_garbage
 from rollout_core.objects.leases import live_leases, unused_before
 from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, expire_ref
 from rollout_core.promotion.history import entries_by_ref, resources_with_history

@@ -16,7 +16,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import CorruptRef
-from rollout_core.base.ids import ContentId, canonical_json, is_content_id
+from rollout_core.base.ids import ContentId, canonical_json, is_content_id, named_ids
 from rollout_core.objects.files import (
     CHOSEN_REFS,
     GIVEN_UP_REFS,
@@ -69,8 +69,6 @@ UNSTORED_MODEL = "unstored model/1"
 """Kind of a note below `LET_GO_REFS`, see `unstored`."""
 WEIGHTS = ".safetensors"
 """How the names of a model's files end that are left out where it is not stored."""
-_NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
-_NAMED_ID_BYTES = 66
 _END_BYTES = 64
 """So many trailing bytes of weights do not look like text by accident."""
 _NO_TEXT = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
@@ -458,12 +456,3 @@ def begins_like_json(start: bytes) -> bool:
 
 def _ends_like_json(end: bytes) -> bool:
     return end.rstrip()[-1:] in (b"}", b"]", b'"') and _NO_TEXT.search(end) is None
-
-
-def named_ids(chunks: Iterable[bytes]) -> Iterator[ContentId]:
-    """Content ids that are whole strings in a stream of JSON, or of JSON within its strings. May repeat."""
-    window = b""
-    for chunk in chunks:
-        window = window[1 - _NAMED_ID_BYTES :] + chunk
-        for match in _NAMED_ID.finditer(window):
-            yield ContentId(match[1].decode())

@@ -18,11 +18,10 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id
+from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id, named_ids
 from rollout_core.base.settings import without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import IMPORT_REFS, ref_key
-from rollout_core.objects.gc import named_ids
 from rollout_core.objects.lineage import Lineage
 
 log = logging.getLogger(__name__)

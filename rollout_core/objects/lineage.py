@@ -22,10 +22,9 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id
+from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id, named_ids
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS, MAKER_REFS
-from rollout_core.objects.gc import named_ids
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.base.ids import ContentId, canonical_json, named_ids
 from rollout_core.base.processes import size_text
-from rollout_core.objects.gc import named_ids
 from rollout_core.objects.imports import Imported
 from rollout_core.objects.layered import lay_out, layers_of
 from rollout_core.objects.lineage import Lineage, by_output, maker_for

@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 from blake3 import blake3
 
 from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, Recoverable
-from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.ids import ContentId, is_content_id, named_ids
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import (
     CHOSEN_REFS,
@@ -36,7 +36,7 @@ from rollout_core.objects.files import (
     own_refs,
     parsed,
 )
-from rollout_core.objects.gc import begins_like_json, named_ids
+from rollout_core.objects.gc import begins_like_json
 from rollout_core.objects.snapshots import PROGRESS_REFS
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import TREE_BEGINS

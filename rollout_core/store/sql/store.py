@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.base.errors import Conflict, Recoverable
-from rollout_core.base.ids import ContentId
-from rollout_core.objects.gc import named_ids
+from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_ends,
