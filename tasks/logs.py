@@ -160,9 +160,10 @@ class Journal:
         """Of these inputs of a call, those that calls of this run gave, with the keys of these calls.
 
         Where several made the same content, that counts whose other results are inputs as well, and then the last one.
+        Of calls long ago nothing is said; lineage then goes by what it has on record.
         """
         found: dict[str, tuple[int, str]] = {}
-        for entry in self.entries:
+        for entry in self.entries[-_LOOKED_BACK:]:
             taken = sum(output in named for output in entry.outputs)
             for output in entry.outputs:
                 if entry.key is None or output not in named or output in entry.named:
@@ -191,6 +192,8 @@ def current_journal() -> Journal | None:
     return _current.get()
 
 
+_LOOKED_BACK = 1000
+"""Entries among which the makers of a call's inputs are looked for, so that many shards slow nothing down."""
 INTERVAL_SECONDS = 30.0
 SPEED_SECONDS = 30.0
 _LEAST_DONE, _ENOUGH_DONE = 0.02, 8

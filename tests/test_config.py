@@ -18,6 +18,7 @@ from rollout_core.config import (
     PPOSettings,
     Settings,
     SnapshotPolicy,
+    TrainAgentConfig,
     TrainDPOConfig,
     TrainGRPOConfig,
     TrainIPOConfig,
@@ -95,6 +96,13 @@ def test_every_shipped_example_loads(name):
 def test_a_wrong_value_is_named_with_its_key(change, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(nightly_document(), NightlyConfig, overrides=change)
+
+
+def test_what_is_wrong_with_a_whole_table_is_said_of_its_key_alone():
+    """The names by which pydantic tells validators apart are 600 characters of no use to anybody."""
+    document = tomllib.loads((PROJECT / "examples" / "agents" / "train-lookup.toml").read_text())
+    with pytest.raises(ConfigError, match=r"^--set: algorithm: samples_per_prompt is 1, but "):
+        parse_config(document, TrainAgentConfig, overrides={"algorithm.samples_per_prompt": 1})
 
 
 def test_a_missing_table_is_named():

@@ -31,7 +31,7 @@ def objects(tmp_path) -> ObjectStore:
 
 def record(objects: ObjectStore, lineage: Lineage) -> None:
     """File it as made a moment after all others."""
-    later = timedelta(seconds=len(objects.ref_names("lineage")))
+    later = timedelta(seconds=len(objects.ref_names("makers")))
     record_lineage(objects, lineage.model_copy(update={"created_at": lineage.created_at + later}))
 
 

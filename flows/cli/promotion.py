@@ -41,7 +41,8 @@ def promotions(
             typer.echo(json.dumps(entries, indent=2))
             return
         for name, (served, entries) in found.items():
-            typer.echo(f"{name}: {f'model {served}' if served else 'no model'} is served, {len(entries)} entries")
+            count = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+            typer.echo(f"{name}: {f'model {served}' if served else 'no model'} is served, {count}")
             for line in _lines(entries, served):
                 typer.echo(line)
         if not found:

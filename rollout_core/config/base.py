@@ -497,7 +497,7 @@ def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | st
         ):
             data = data[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
             plain.append(part)
-        elif last:
+        elif last and not str(part).startswith("function-"):  # of a member that has validators of its own
             plain.append(part)
     return plain
 

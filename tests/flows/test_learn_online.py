@@ -23,8 +23,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import LearnOnlineConfig, load_config, parse_config
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.files import LINEAGE_REFS
-from rollout_core.objects.lineage import Lineage
+from rollout_core.objects.lineage import all_lineage
 from rollout_core.objects.snapshots import PROGRESS_REFS
 from rollout_core.promotion.history import history_of
 from rollout_core.store import ProxyLLM, Span, SqlLightningStore
@@ -146,9 +145,7 @@ class Service:
 
 def learnt(storage: ObjectStore) -> list[list[str]]:
     """The rollouts of each batch that samples were made of."""
-    records = {record for _, record in storage.list_refs(LINEAGE_REFS)}
-    lineages = [Lineage.model_validate_json(storage.get_bytes(record)) for record in records]
-    blobs = {item.inputs["rollouts"]["rollouts"] for item in lineages if item.stage == "collect_samples"}
+    blobs = {item.inputs["rollouts"]["rollouts"] for item in all_lineage(storage) if item.stage == "collect_samples"}
     return [
         [orjson.loads(line)["rollout_id"] for line in storage.get_bytes(ContentId(blob)).splitlines()] for blob in blobs
     ]
