@@ -26,7 +26,7 @@ from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.promotion.export import export_model, model_to_export, push_to_hub
 from rollout_core.promotion.gguf_file import write_gguf
-from rollout_core.promotion.history import Entry, _write  # pyright: ignore[reportPrivateUsage]
+from rollout_core.promotion.history import Entry, _write, history_of  # pyright: ignore[reportPrivateUsage]
 from rollout_core.promotion.model_card import history_of_model, model_card
 from tests.test_cli import refused, rollout
 
@@ -326,4 +326,8 @@ def test_export_by_command(hub, objects, model, tmp_path, monkeypatch):
     assert done.stdout.splitlines()[0] == f"{tmp_path / 'out'}: model {model}"
     assert b"# me/tiny" in hub.received["README.md"]
     assert "nowhere to export to" in refused(rollout("export", model[:8]))
-    assert "'policy' serves no model of ours" in refused(rollout("export", "latest", str(tmp_path / "other")))
+    nobodys = rollout("export", "latest", str(tmp_path / "other"), "--resource", "nobodys")
+    assert "'nobodys' serves no model of ours" in refused(nobodys)
+    # The database knows nothing of "policy", and its history does.
+    latest = rollout("export", "latest", str(tmp_path / "latest"))
+    assert latest.stdout.startswith(f"{tmp_path / 'latest'}: model {history_of(objects, 'policy')[-1].model}")
