@@ -35,6 +35,8 @@ POOL_TYPE = "process"
 FILE = "prefect.yaml"
 OF_THE_NIGHT = ("flows/nightly.py:nightly", "flows/canary.py:canary")
 """Flows that run by the configuration of the nightly run."""
+_MOST_DEPLOYMENTS = 200
+"""Prefect gives no more at once."""
 
 
 def deploy(
@@ -81,28 +83,27 @@ def deploy(
 
 def _keep_paused(client: SyncPrefectClient, items: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Write into deployments that are about to be deployed what of them is paused on the server; a line for each."""
-    for item in items:
-        found = client.read_deployments(
-            deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[str(item["name"])]))
-        )
-        for deployment in found:
-            if deployment.paused:
-                item["paused"] = True
-                yield f"deployment {item['name']} is paused, and stays so: prefect deployment resume"
-            paused = [_rhythm(one.schedule.model_dump()) for one in deployment.schedules if not one.active]
-            if not paused:
-                continue
-            # Who gives a schedule another time while all are paused has not switched it on.
-            are_all = len(paused) == len(deployment.schedules)
-            kept = [own for own in item.get("schedules") or () if are_all or _rhythm(own) in paused]
-            for own in kept:
-                own["active"] = False
-            if kept:
-                when = ", ".join(str(_rhythm(own)) for own in kept)
-                yield (
-                    f"deployment {item['name']}: its schedule ({when}) is paused, and stays so: "
-                    "prefect deployment schedule resume"
-                )
+    by_name = {str(item["name"]): item for item in items}
+    known = client.read_deployments(
+        deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(by_name))), limit=_MOST_DEPLOYMENTS
+    )
+    for deployment in known:
+        item = by_name[deployment.name]
+        if deployment.paused:
+            item["paused"] = True
+            yield f"deployment {deployment.name} is paused as a whole, and stays so"
+        paused = [_rhythm(one.schedule.model_dump()) for one in deployment.schedules if not one.active]
+        # Who gives a schedule another time while all are paused has not switched it on.
+        are_all = len(paused) == len(deployment.schedules)
+        kept = [own for own in item.get("schedules") or () if paused and (are_all or _rhythm(own) in paused)]
+        for own in kept:
+            own["active"] = False
+        if kept:
+            when = ", ".join(str(_rhythm(own)) for own in kept)
+            yield (
+                f"deployment {deployment.name}: its schedule ({when}) is paused, and stays so: "
+                "prefect deployment schedule resume"
+            )
 
 
 def _rhythm(schedule: Mapping[str, Any]) -> Any:

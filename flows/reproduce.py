@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from flows.flow_run import recompute_missing
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
-from rollout_core.base.ids import ContentId, canonical_json, named_ids
+from rollout_core.base.ids import ContentId
 from rollout_core.config import Run, RunInfo
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
@@ -86,7 +86,7 @@ def plan_reproduction(source: ObjectStore, content: ContentId) -> Plan:
 def _plan(source: ObjectStore, known: Mapping[str, Stage[..., Any]], found: Sequence[Lineage]) -> Plan:
     recorded = [lineage for lineage in found if lineage.stage in known]
     # A result may pass on what it was made of, such as an evaluation its model.
-    inputs = {lineage.key: set(named_ids([canonical_json(lineage.inputs)])) for lineage in recorded}
+    inputs = {lineage.key: set(lineage.inputs_named()) for lineage in recorded}
     made = {output for lineage in recorded for output in lineage.outputs if output not in inputs[lineage.key]}
     steps: list[Step] = []
     problems: list[str] = []

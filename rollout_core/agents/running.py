@@ -114,12 +114,13 @@ async def call_agent(
             os._exit(0)  # a child that the agent forked has come back into the runner, whose work is not its own
     try:
         return work.result()
-    except Exception:
+    except (asyncio.CancelledError, SystemExit, GeneratorExit) as error:
+        raise AgentExit(f"the agent ended by {in_words(error)}") from error
+    except (Exception, KeyboardInterrupt):
         raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or is_stopping():  # nothing of the agent's
+    except BaseException as error:  # such as a panic of Rust code, or the failure of an assertion of pytest's
+        if is_stopping():  # a signal's, which has met the agent on the event loop
             raise
-        # Such as a panic of Rust code, or the failure of an assertion of pytest's.
         raise AgentExit(f"the agent ended by {in_words(error)}") from error
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id, named_ids
+from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.settings import without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import IMPORT_REFS, ref_key
@@ -128,7 +128,7 @@ def imported_ids(objects: ObjectStore) -> dict[ContentId, list[str]]:
 def imports_behind(objects: ObjectStore, content: ContentId, found: Sequence[Lineage]) -> list[Imported]:
     """The sources of ``content`` and of all inputs that the records ``found`` name, in the order of their naming."""
     known = imported_ids(objects)
-    named = [content, *(one for lineage in found for one in named_ids([canonical_json(lineage.inputs)]))]
+    named = [content, *(one for lineage in found for one in lineage.inputs_named())]
     return [
         Imported(outputs=(one,), sources=tuple(sources))
         for one in dict.fromkeys(named)

@@ -101,14 +101,16 @@ def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing
     with get_client(sync_client=True) as client:
         found = client.read_deployment_by_name("nightly/nightly")
         client.update_deployment_schedule(found.id, found.schedules[0].id, active=False)
-    pools.deploy(PROJECT, "cpu", ["nightly", "canary"])
+        client.pause_deployment(client.read_deployment_by_name("train-kto/train-kto").id)
+    pools.deploy(PROJECT, "cpu", ["nightly", "canary", "train-kto"])
     assert seeds() == [7, 7]
     with get_client(sync_client=True) as client:
         schedules = {
             name: [one.active for one in client.read_deployment_by_name(f"{name}/{name}").schedules]
             for name in ("nightly", "canary")
         }
-    assert schedules == {"nightly": [False], "canary": [True]}
+        paused = {name: client.read_deployment_by_name(f"{name}/{name}").paused for name in ("train-kto", "canary")}
+    assert schedules == {"nightly": [False], "canary": [True]} and paused == {"train-kto": True, "canary": False}
     assert "deployment nightly: its schedule (0 2 * * *) is paused, and stays so: prefect " in capfd.readouterr().out
 
     done = ops_deploy("nightly", "--config", str(wrong))

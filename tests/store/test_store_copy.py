@@ -135,7 +135,7 @@ def test_killed_it_goes_on_where_it_was(urls: tuple[str, str]) -> None:
 
 
 def test_nothing_is_written_over(urls: tuple[str, str]) -> None:
-    """Another row, a row more, and a row that has changed since, each ends the copy and stays."""
+    """A row of another store under the same key ends the copy, and stays."""
     source, target = urls
     in_store(source, fill)
     in_store(target, lambda store: store.enqueue_rollout(input="of another store"))
