@@ -31,26 +31,35 @@ def cpu_seconds() -> dict[str, float]:
     }
 
 
-def main(side: str, kind: str, num_runners: int, num_rollouts: int) -> None:
-    """Run the trainer and print what it took."""
+def _packages(side: str) -> tuple[Any, Any]:
+    """Of agents and of stores."""
     if side == "ours":
-        import rollout_core.agents as agents
-        import rollout_core.store as stores
-    else:
-        import agentlightning as agents  # pyright: ignore[reportMissingImports] - of the peer's own venv
+        import rollout_core.agents
+        import rollout_core.store
 
-        stores = agents
-    package: Any = agents
+        return rollout_core.agents, rollout_core.store
+    import agentlightning  # pyright: ignore[reportMissingImports] - of the peer's own venv
+
+    return agentlightning, agentlightning
+
+
+package, stores = _packages(sys.argv[1])
+
+
+@package.rollout
+def agent(task: int, llm: Any) -> float:
+    """Does nothing."""
+    return float(task)
+
+
+def main(kind: str, num_runners: int, num_rollouts: int) -> None:
+    """Run the trainer and print what it took."""
     found: dict[str, float] = {}
-
-    @package.rollout
-    def agent(task: int, llm: Any) -> float:
-        return float(task)
 
     @package.algo
     async def learn(store: Any, train_dataset: Any, initial_resources: Any) -> None:
         await store.update_resources("default", initial_resources)
-        await asyncio.sleep(2.0)  # the runners are up
+        await asyncio.sleep(8.0)  # the runners are up
         start, cpu = time.perf_counter(), cpu_seconds()
         ids = [(await store.enqueue_rollout(task)).rollout_id for task in train_dataset]
         ended: list[Any] = []
@@ -82,4 +91,4 @@ def main(side: str, kind: str, num_runners: int, num_rollouts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

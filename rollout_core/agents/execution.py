@@ -20,7 +20,9 @@ from typing import Any, Literal
 
 from rollout_core.agents import running as running_agents
 from rollout_core.agents.delivery import AWAY
-from rollout_core.agents.processes import GivenUp, RunnerProcesses
+from rollout_core.agents.handover import check_not_importing
+from rollout_core.agents.nursery import GivenUp
+from rollout_core.agents.processes import RunnerProcesses
 from rollout_core.agents.running import ExecutionEvent
 from rollout_core.agents.supervision import (
     WatchedStore,
@@ -42,6 +44,8 @@ AlgorithmBundle = Callable[[LightningStore, ExecutionEvent], Coroutine[Any, Any,
 """One with an attribute ``only_publishes``, a `threading.Event`, has no end of its own: runners start when it has set
 the event, and the run ends with them."""
 RunnerBundle = Callable[[LightningStore, int, ExecutionEvent], Coroutine[Any, Any, None]]
+"""For runners in processes it is handed to them, see `rollout_core.agents.handover`; an attribute ``imports`` names
+modules as `Tracer.imports` does."""
 
 
 class ExecutionStrategy:
@@ -88,6 +92,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         self._managed_store = _from_environment("AGL_MANAGED_STORE", managed_store, _as_bool, True)
 
     def execute(self, algorithm: AlgorithmBundle, runner: RunnerBundle, store: LightningStore) -> None:
+        check_not_importing()
         shared = LightningStoreThreaded(store) if self._managed_store else store
         run_main(functools.partial(self._run, algorithm, runner, shared))
 
@@ -115,7 +120,8 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
 
 class ClientServerExecutionStrategy(ExecutionStrategy):
     """The algorithm in this process, which serves the store over HTTP; each runner in a process of its own, on this
-    machine or on others.
+    machine or on others. Runner processes import the agent anew and share nothing with this process, see
+    `rollout_core.agents.handover`.
 
     With ``role`` "both", the default, this process starts everything. The same program can be split: with the role
     "algorithm" it serves and waits for others, with "runner" it runs ``n_runners`` that connect to ``server_host``.
@@ -167,6 +173,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self._api_key = api_key
 
     def execute(self, algorithm: AlgorithmBundle, runner: RunnerBundle, store: LightningStore) -> None:
+        check_not_importing()
         in_processes = self.role != "algorithm" and self._main_process == "algorithm"
         processes = None
         if in_processes:
@@ -176,6 +183,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
                 self._runner_numbers(),
                 max_restarts=self._max_restarts,
                 allowed_exit_codes=self._allowed_exit_codes,
+                imports=getattr(runner, "imports", ()),
             )
         try:
             if self.role == "runner":

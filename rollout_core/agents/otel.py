@@ -33,6 +33,18 @@ INSTRUMENTORS = {
     "threading": "opentelemetry.instrumentation.threading:ThreadingInstrumentor",
 }
 """By name, what makes a library trace itself. ``threading`` carries an agent's context into threads that it starts."""
+_TOUCHED: Mapping[str, Sequence[str]] = {
+    "openai": [
+        "opentelemetry.instrumentation.openai.v1",
+        *(f"openai.resources.{name}" for name in ("beta.assistants", "beta.realtime", "beta.threads.messages")),
+        *(
+            f"openai.resources.{name}"
+            for name in ("chat.completions.completions", "embeddings", "images", "responses.responses")
+        ),
+    ],
+    "threading": [],
+}
+"""By the same names, what an instrumentor imports when it begins: 600 modules of openai, which take seconds."""
 
 _HOST = socket.gethostname()
 _lock = threading.Lock()
@@ -164,9 +176,12 @@ class OtelTracer(Tracer):
         super().__init__()
         self._asked = instrument
 
-    def preload(self) -> None:
-        if type(self).init is OtelTracer.init:  # another one may open connections, which must not be shared
-            self.init()
+    def imports(self) -> Sequence[str]:
+        asked = INSTRUMENTORS if self._asked is None else [name for name in self._asked if name in INSTRUMENTORS]
+        return [
+            __name__,
+            *(module for name in asked for module in (INSTRUMENTORS[name].partition(":")[0], *_TOUCHED[name])),
+        ]
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         tracer_provider()

@@ -64,8 +64,9 @@ class Runner(Generic[Task]):
 
     tracer: Tracer
 
-    def preload(self) -> None:
-        """Called before processes are forked for runners, see ``Tracer.preload``."""
+    def imports(self) -> Sequence[str]:
+        """See ``Tracer.imports``."""
+        return ()
 
     def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
         """Prepare this process."""
@@ -173,8 +174,8 @@ class LitAgentRunner(Runner[Task]):
         self._hooks: Sequence[Hook] = ()
         self.worker_id: int | None = None
 
-    def preload(self) -> None:
-        self.tracer.preload()
+    def imports(self) -> Sequence[str]:
+        return [__name__, *self.tracer.imports()]
 
     def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
         self._agent = agent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -98,9 +98,10 @@ class Tracer:
         self._worker_id: int | None = None
         self._last: list[Span] = []
 
-    def preload(self) -> None:
-        """Do once what ``init`` would do in each process that is forked from this one, such as imports that take
-        seconds. It must leave no threads or connections behind."""
+    def imports(self) -> Sequence[str]:
+        """Modules, slow to import, that runner processes share: one process imports them and is then forked for each
+        runner. They must start no threads and open no connections."""
+        return ()
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Prepare this process."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.agents.adapters.base import Adapter
@@ -20,6 +22,7 @@ from rollout_core.agents.execution import (
     ExecutionStrategy,
     SharedMemoryExecutionStrategy,
 )
+from rollout_core.agents.handover import CannotBeImported
 from rollout_core.agents.hooks import Hook
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.proxy.server import LLMProxy
@@ -98,6 +101,9 @@ class Trainer:
             )
         )
         self.n_runners = self.strategy.n_runners
+        # A port, or a role, says that others are to reach this program's store.
+        split = "AGL_CURRENT_ROLE" in os.environ
+        self._may_use_threads = strategy is None and port is None and not split
         self._check_heartbeats()
 
     def _check_heartbeats(self) -> None:
@@ -163,23 +169,43 @@ class Trainer:
                 else:
                     await asyncio.wrap_future(in_thread(lambda: run(train_dataset=train, val_dataset=val)))
 
-        async def run_runner(store: LightningStore, number: int, event: ExecutionEvent) -> None:
-            runner = self.runner.for_worker()
-            runner.init(agent, hooks=self.hooks)
-            try:
-                runner.init_worker(number, store)
-                try:
-                    await runner.iter(event=event)
-                finally:
-                    runner.teardown_worker(number)
-            finally:
-                runner.teardown()
-
         if algorithm is None:
             run_algorithm.only_publishes = published  # pyright: ignore[reportFunctionMemberAccess]
-        if isinstance(self.strategy, ClientServerExecutionStrategy) and self.strategy.role != "algorithm":
-            self.runner.preload()
-        self.strategy.execute(run_algorithm, run_runner, self.store)
+        work = RunnerWork(self.runner, agent, self.hooks)
+        try:
+            self.strategy.execute(run_algorithm, work, self.store)
+        except CannotBeImported as error:
+            if not self._may_use_threads:
+                raise
+            logger.warning("The runners are threads of this process, and no processes of their own: %s", error)
+            SharedMemoryExecutionStrategy(self.n_runners).execute(run_algorithm, work, self.store)
+
+
+@dataclass(frozen=True)
+class RunnerWork:
+    """What each runner does, in a thread of this process or in a process of its own."""
+
+    runner: Runner[Any]
+    agent: LitAgent[Any]
+    hooks: tuple[Hook, ...]
+
+    @property
+    def imports(self) -> Sequence[str]:
+        """See ``Tracer.imports``."""
+        return [__name__, *self.runner.imports()]
+
+    async def __call__(self, store: LightningStore, number: int, event: ExecutionEvent) -> None:
+        """Work as runner ``number`` until ``event`` is set."""
+        runner = self.runner.for_worker()
+        runner.init(self.agent, hooks=self.hooks)
+        try:
+            runner.init_worker(number, store)
+            try:
+                await runner.iter(event=event)
+            finally:
+                runner.teardown_worker(number)
+        finally:
+            runner.teardown()
 
 
 @asynccontextmanager

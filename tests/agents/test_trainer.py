@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
+from rollout_core.agents import execution, runner as runner_module, running
 from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet
 from rollout_core.agents.agent import LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.algorithm import Algorithm, algo
@@ -147,6 +148,32 @@ def test_too_few_rollouts_of_runners_end_the_run_instead_of_waiting_for_ever(str
         made.fit(add_one, list(range(10)))
 
 
+class Broken(LitAgentRunner):
+    """Cannot begin."""
+
+    def init_worker(self, worker_id, store, **kwargs):
+        raise OSError("no such device")
+
+
+class Blocks(LitAgent):
+    """Blocks its event loop on its first try at one of its tasks."""
+
+    async def rollout_async(self, task, resources, rollout):
+        if task == "blocks" and rollout.attempt.sequence_id == 1:
+            time.sleep(3600)
+        return 1.0
+
+
+class Impatient(LitAgentRunner):
+    """Of a runner's process: it waits for nothing for long."""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        running.GRACE_SECONDS = 0.2
+        runner_module._PROBE_SECONDS = 0.1
+        execution.LightningStoreClient = functools.partial(LightningStoreClient, retry_delays=(0.1, 0.2, 0.5))
+
+
 class Deadly(LitAgent):
     """Kills its process on its first try at each odd task."""
 
@@ -183,11 +210,7 @@ async def _all(store):
 
 
 def test_runners_that_keep_dying_fail_the_run_with_the_reason():
-    class Bad(LitAgentRunner):
-        def init_worker(self, worker_id, store, **kwargs):
-            raise OSError("no such device")
-
-    made = trainer(cs(1, max_restarts=1), algorithm=Baseline(), runner=lambda: Bad(OtelTracer(instrument=[])))
+    made = trainer(cs(1, max_restarts=1), algorithm=Baseline(), runner=lambda: Broken(OtelTracer(instrument=[])))
     with pytest.raises(Fatal, match=r"OSError: no such device.*1 times in a row"):
         made.fit(add_one, [1])
 
@@ -267,14 +290,17 @@ def test_a_stop_signal_ends_all_processes_and_leaves_true_states(tmp_path, numbe
     assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
 
 
-NOTEBOOK = PROGRAM.replace("if __name__ ==", "async def cell():\n  if __name__ ==")
+_IMPORTS, _, _MAIN = PROGRAM.partition("class Slow")
+NOTEBOOK = f"{_IMPORTS}from slow_agent import Slow\n\nasync def cell():\n  if{_MAIN.partition('if')[2]}"
 LOOPS = ["asyncio.new_event_loop().run_until_complete(cell())", "asyncio.run(cell())"]
 """As Jupyter runs a cell; and with asyncio's own handler of SIGINT, which only cancels the task that is blocked."""
 
 
 @pytest.mark.parametrize(("strategy", "loop"), [(SHM_2, LOOPS[0]), (CS_2, LOOPS[1])])
 def test_a_notebooks_interruption_ends_the_run_and_leaves_true_states(tmp_path, strategy, loop):
-    """A cell has a running event loop, and its interruption reaches the kernel's process alone."""
+    """A cell has a running event loop, and its interruption reaches the kernel's process alone. Agents are of a module:
+    runner processes could not import them from cells."""
+    (tmp_path / "slow_agent.py").write_text(PROGRAM.partition("if __name__")[0])
     with _started(tmp_path, f"{NOTEBOOK}\nimport asyncio\n{loop}\n", strategy) as (process, database):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LONG)
@@ -518,15 +544,7 @@ def test_heartbeats_must_be_more_frequent_than_the_limit():
         trainer(cs(), runner={"type": LitAgentRunner, "heartbeat_interval": 30})
 
 
-def test_an_agent_that_blocks_its_event_loop_is_timed_out_and_its_process_replaced(monkeypatch):
-    monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.2)
-
-    class Blocks(LitAgent):
-        async def rollout_async(self, task, resources, rollout):
-            if task == "blocks" and rollout.attempt.sequence_id == 1:
-                time.sleep(3600)
-            return 1.0
-
+def test_an_agent_that_blocks_its_event_loop_is_timed_out_and_its_process_replaced():
     @algo
     async def learn(store, train_dataset):
         config = RolloutConfig(timeout_seconds=0.5, max_attempts=2, retry_condition=["timeout", "unresponsive"])
@@ -539,7 +557,8 @@ def test_an_agent_that_blocks_its_event_loop_is_timed_out_and_its_process_replac
         while len(await store.wait_for_rollouts(rollout_ids=ids, timeout=0.1)) < len(ids):
             await asyncio.sleep(0.05)
 
-    made = trainer(cs(), algorithm=learn)
+    runner = {"type": Impatient, "poll_interval": 0.02, "heartbeat_interval": 0}
+    made = trainer(cs(), algorithm=learn, runner=runner)
     made.fit(Blocks(), ["blocks", "works"])
     assert {rollout.status for rollout in asyncio.run(_all(made.store))} == {"succeeded"}
 
@@ -559,11 +578,8 @@ async def test_a_runner_of_another_machine_that_is_killed_leaves_a_true_state(tm
     await server.stop()
 
 
-def test_runners_whose_store_is_not_there_give_up(monkeypatch, port):
-    monkeypatch.setattr("rollout_core.agents.runner._PROBE_SECONDS", 0.1)
-    client = functools.partial(LightningStoreClient, retry_delays=(0.1, 0.2, 0.5))
-    monkeypatch.setattr("rollout_core.agents.execution.LightningStoreClient", client)
+def test_runners_whose_store_is_not_there_give_up(port):
     strategy = ClientServerExecutionStrategy(role="runner", server_port=port)
-    runner = {"type": LitAgentRunner, "heartbeat_interval": 0, "store_patience_seconds": 0.3, "poll_interval": 0.05}
+    runner = {"type": Impatient, "heartbeat_interval": 0, "store_patience_seconds": 0.3, "poll_interval": 0.05}
     with pytest.raises(Fatal, match="the store is away"):
         trainer(strategy, runner=runner).fit(add_one)

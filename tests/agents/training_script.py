@@ -49,16 +49,18 @@ def algorithm(model: Path, folder: Path, **changes) -> GRPO:
 TASKS = [{"prompt": f"sort {number} ="} for number in range(3)]
 
 
+@rollout
+def agent(task, llm, rollout: Rollout):
+    """Asks, and notes the attempt."""
+    reward = digits(ask(task, llm))
+    with (Path(sys.argv[1]) / "attempts.txt").open("a") as file:
+        file.write(f"{rollout.rollout_id}\n")
+    return reward
+
+
 def main(folder: Path, storage: Path, model: Path) -> None:
     """Train, and print what came of it."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-
-    @rollout
-    def agent(task, llm, rollout: Rollout):
-        reward = digits(ask(task, llm))
-        with (folder / "attempts.txt").open("a") as file:
-            file.write(f"{rollout.rollout_id}\n")
-        return reward
 
     grpo = algorithm(model, storage)
     trainer = Trainer(
