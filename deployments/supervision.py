@@ -33,7 +33,9 @@ from rollout_core.base.processes import ProcessName, exit_reason
 from rollout_core.base.settings import stop_seconds
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State
+    from prefect.client.schemas.objects import FlowRun, State
+
+    from deployments.presence import Presence
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
@@ -52,11 +54,15 @@ AGAIN_SECONDS = 1.0
 """Between tries to hand a run back."""
 ASK_SECONDS = 10.0
 """Between two looks at what the server says of this pool's runs."""
-LEFT_SECONDS = {"CRASHED": 20.0, "PENDING": 300.0}
+LEFT_SECONDS = {"CRASHED": 20.0, "PENDING": 300.0, "RUNNING": 20.0, "CANCELLING": 20.0}
 """For which runs are in a state before they are handed back. Crashed: in that time an automation tries them again. It
 may not: a Prefect server that was started again holds back events that follow on those from before, for a quarter of an
-hour. Pending: a worker took them and began nothing, since it died at that moment; no automation sees that."""
+hour. Pending: a worker took them and began nothing, since it died at that moment; no automation sees that. Running and
+Cancelling: a run of this worker that has no process here, as after a supervisor was killed; or one of a machine that
+has vanished, which its lease says (`deployments.presence`)."""
 _RUN_ID = "PREFECT__FLOW_RUN_ID"
+_WORKER = "prefect.worker.name"
+"""Label of a run that a worker has taken."""
 _SERVER_ERROR = 500
 _SUPERVISOR = "ROLLOUT_SUPERVISOR"
 """Environment variable by which all that a worker starts is known, also when the worker is no more."""
@@ -75,6 +81,7 @@ class SupervisedWorker:
         worker_name: the worker's, by which the server knows whose a run is; no other machine's is called like it.
         drain_seconds: from a signal to the end of this, at the latest.
         notice: the notice once it has come.
+        presence: by which machines know of each other, where they share a database.
     """
 
     def __init__(
@@ -88,11 +95,12 @@ class SupervisedWorker:
         worker_name: str | None = None,
         drain_seconds: float | None = None,
         notice: Callable[[], Notice | None] = lambda: None,
+        presence: Presence | None = None,
     ) -> None:
         self._name = str(ProcessName.of_this_process())
         self._command, self._environment = command, {**environment, _SUPERVISOR: self._name}
         self._keep_server, self._say, self._notice = keep_server, say, notice
-        self._worker_name = worker_name
+        self._worker_name, self._presence = worker_name, presence
         self._drain_seconds = default_drain_seconds() if drain_seconds is None else drain_seconds
         self._pool, self._since = pool, datetime.now(UTC)
         self._runs: dict[str, psutil.Process] = {}
@@ -193,13 +201,37 @@ class SupervisedWorker:
             return
         self._asked = now
         try:
-            left = _left_runs(self._pool, self._since)
-            self._left = {state.id: self._left.get(state.id, now) for _, state in left}
-            for run_id, state in left:
+            left = self._left_runs()
+            self._left = {state.id: self._left.get(state.id, now) for _, state, _ in left}
+            for run, state, reason in left:
                 if now - self._left[state.id] > LEFT_SECONDS[state.type.value]:
-                    self._say(f"flow run {run_id} {give_back(run_id, 'its worker died', is_drained=False)}")
+                    worker = run.labels.get(_WORKER)
+                    done = give_back(
+                        str(run.id), reason, is_drained=False, worker=worker if isinstance(worker, str) else None
+                    )
+                    self._say(f"flow run {run.id} {done}")
         except Exception as error:  # noqa: BLE001 - any of the client's; the server may be away
             log.debug("what the server says of the runs of pool %s is not known: %s", self._pool, error)
+
+    def _left_runs(self) -> list[tuple[FlowRun, State, str]]:
+        """Runs of the pool that nobody works on, as far as is known now, their states, and why."""
+        left: list[tuple[FlowRun, State, str]] = []
+        under_way: list[tuple[FlowRun, State]] = []
+        for run, state in _runs_of_pool(self._pool):
+            if state.is_running() or state.is_cancelling():
+                under_way.append((run, state))
+            elif state.timestamp >= self._since and (state.is_pending() or run.run_count < MAX_TRIES):
+                left.append((run, state, "its worker died"))
+        own = [(run, state) for run, state in under_way if run.labels.get(_WORKER) == self._worker_name]
+        if self._worker_name is not None and any(str(run.id) not in self._runs for run, _ in own):
+            here = runs_of(psutil.process_iter())
+            left += [(run, state, "its worker died") for run, state in own if str(run.id) not in here]
+        if self._presence is not None:
+            gone = self._presence.gone({str(run.labels[_WORKER]) for run, _ in under_way if _WORKER in run.labels})
+            for run, state in under_way:
+                if (worker := run.labels.get(_WORKER)) in gone:
+                    left.append((run, state, f"nothing is heard of its worker {worker}"))
+        return left
 
     def _look_after_server(self) -> None:
         try:
@@ -320,16 +352,33 @@ def work(
     limits = [] if limit is None else ["--limit", str(limit)]
     # -P: the folder it runs in may have `deployments` of its own.
     command = [sys.executable, "-P", "-m", "deployments.worker", "--pool", pool, "--name", name, *limits]
-    return SupervisedWorker(
-        command,
-        {**stop, **environment},
-        pool,
-        keep_server=keep_server,
-        say=say,
-        worker_name=name,
-        drain_seconds=drain_seconds,
-        notice=(lambda: None) if service is None else SpotWatch(service, say).notice,
-    ).run()
+    presence = _presence(pool, name)
+    try:
+        return SupervisedWorker(
+            command,
+            {**stop, **environment},
+            pool,
+            keep_server=keep_server,
+            say=say,
+            worker_name=name,
+            drain_seconds=drain_seconds,
+            notice=(lambda: None) if service is None else SpotWatch(service, say).notice,
+            presence=presence,
+        ).run()
+    finally:
+        if presence is not None:
+            presence.end()
+
+
+def _presence(pool: str, name: str) -> Presence | None:
+    """None where the database is a file of this machine."""
+    from tasks.connections import machines_meet
+
+    if not machines_meet():
+        return None
+    from deployments.presence import Presence
+
+    return Presence(pool, name)
 
 
 def runs_of(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
@@ -347,8 +396,8 @@ def runs_of(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
     return found
 
 
-def _left_runs(pool: str, since: datetime) -> list[tuple[str, State]]:
-    """Runs of a pool that are Crashed and have a try left, or Pending, and came to be so after ``since``."""
+def _runs_of_pool(pool: str) -> list[tuple[FlowRun, State]]:
+    """Those in a state of `LEFT_SECONDS`."""
     from prefect import get_client
     from prefect.client.schemas.filters import (
         FlowRunFilter,
@@ -367,13 +416,7 @@ def _left_runs(pool: str, since: datetime) -> list[tuple[str, State]]:
             work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         )
-    return [
-        (str(run.id), run.state)
-        for run in runs
-        if run.state is not None
-        and run.state.timestamp >= since
-        and (run.state.is_pending() or run.run_count < MAX_TRIES)
-    ]
+    return [(run, run.state) for run in runs if run.state is not None]
 
 
 def give_back(run_id: str, reason: str, *, is_drained: bool = True, worker: str | None = None) -> str:
@@ -404,7 +447,7 @@ def give_back(run_id: str, reason: str, *, is_drained: bool = True, worker: str 
         if state.is_cancelling():
             client.set_flow_run_state(run.id, Cancelled(message=reason), force=True)
             return "was being cancelled, and is"
-        if worker is not None and run.labels.get("prefect.worker.name", worker) != worker:
+        if worker is not None and run.labels.get(_WORKER, worker) != worker:
             return "is another worker's by now"
         if is_drained and hand_back(client, run, reason):
             return f"is handed back, as {reason}"

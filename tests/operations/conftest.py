@@ -136,12 +136,17 @@ class Machine:
             raise AssertionError(f"{error}\n{shown}") from None
 
     @contextmanager
-    def worker(self, logs: ServerLogs) -> Iterator[subprocess.Popen[bytes]]:
-        """A worker of the pool, for the length of the block; then it and all it started are killed."""
+    def worker(self, logs: ServerLogs, *, supervised: str = "") -> Iterator[subprocess.Popen[bytes]]:
+        """A worker of the pool, for the length of the block; then it and all it started are killed. ``supervised``: its
+        name, where `rollout ops worker` keeps it."""
+        command = ["-m", "prefect", "worker", "start", "--pool", "cpu"]
+        if supervised:
+            main = "from deployments.cli import main; main()"
+            command = ["-c", main, "ops", "worker", "--pool", "cpu", "--name", supervised]
         path = logs.watch(self.folder / f"worker-{len(list(self.folder.glob('worker-*')))}.log")
         with path.open("wb") as output:
             worker = forked.Process(
-                [sys.executable, "-m", "prefect", "worker", "start", "--pool", "cpu"],
+                [sys.executable, *command],
                 env=self.environment, cwd=self.folder, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         try:

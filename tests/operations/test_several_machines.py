@@ -136,3 +136,21 @@ def test_a_run_that_one_machine_began_is_ended_by_another_and_cached_for_all(
         if task["state"]["name"] == "Completed"
     }  # fmt: skip
     assert not any(name.startswith(("sft_update", "ppo_update", "infer", "score")) for name in computed), computed
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_machine_that_vanishes_is_noticed_by_another_by_its_lease(first: OneOfSeveral, small_nightly, server_logs):
+    """Its supervisor, worker and run are killed at once; Prefect's own heartbeats would be missed after ten minutes."""
+    config = {**shortest(small_nightly, seed=6), "report_dir": "report"}
+    config["sft"]["snapshots"] = {"every_steps": 1}
+    first.deploy(nightly(config), folder=PROJECT)
+    run_id = first.start_run("nightly")
+    other = first.named("survivor")
+    with first.worker(server_logs, supervised="vanishing") as worker:
+        first.wait(run_id, "Running")
+        with other.worker(server_logs, supervised="surviving"):
+            end(worker)
+            run = other.wait(run_id, "Completed", seconds=600)
+    reasons = [state["message"] for state in other.states(run_id) if state["name"] == "AwaitingRetry"]
+    assert reasons == ["nothing is heard of its worker vanishing"] and run["run_count"] == 2

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
 from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.states import Crashed, Pending, Running
+from prefect.states import Cancelling, Crashed, Pending, Running
 
 from deployments import supervision
 from deployments.supervision import MAX_TRIES, SupervisedWorker
@@ -24,13 +25,15 @@ class Ended(Exception):
 def start(prefect_server: str) -> Callable[..., UUID]:
     """Make a run on a work pool that goes through these states."""
 
-    def make(pool: str, *states: Any) -> UUID:
+    def make(pool: str, *states: Any, worker: str | None = None) -> UUID:
         with get_client(sync_client=True) as client:
             if pool not in {found.name for found in client.read_work_pools()}:
                 client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
             flow = client.create_flow_from_name("left")
             deployment = client.create_deployment(flow, f"on-{pool}", work_pool_name=pool)
             run = client.create_flow_run_from_deployment(deployment)
+            if worker is not None:
+                client.update_flow_run_labels(run.id, {"prefect.worker.name": worker})
             for state in states:
                 client.set_flow_run_state(run.id, state, force=True)
             return run.id
@@ -47,7 +50,7 @@ def state_of(run_id: UUID) -> str:
 @pytest.mark.server
 def test_crashed_and_pending_runs_of_its_pool_are_handed_back_and_no_others(start, monkeypatch):
     monkeypatch.setattr(supervision, "ASK_SECONDS", 0.1)
-    monkeypatch.setattr(supervision, "LEFT_SECONDS", {"CRASHED": 1.0, "PENDING": 2.0})
+    monkeypatch.setattr(supervision, "LEFT_SECONDS", {**supervision.LEFT_SECONDS, "CRASHED": 1.0, "PENDING": 2.0})
     once = (Pending(), Running(), Crashed())
     before = start("supervised", *once)
     said: list[str] = []
@@ -82,7 +85,7 @@ def test_crashed_and_pending_runs_of_its_pool_are_handed_back_and_no_others(star
 @pytest.mark.server
 def test_a_crashed_run_is_left_to_an_automation_first(start, monkeypatch):
     monkeypatch.setattr(supervision, "ASK_SECONDS", 0.1)
-    monkeypatch.setattr(supervision, "LEFT_SECONDS", {"CRASHED": 60.0, "PENDING": 60.0})
+    monkeypatch.setattr(supervision, "LEFT_SECONDS", {**supervision.LEFT_SECONDS, "CRASHED": 60.0, "PENDING": 60.0})
     runs: list[UUID] = []
     looks: list[str] = []
 
@@ -97,6 +100,55 @@ def test_a_crashed_run_is_left_to_an_automation_first(start, monkeypatch):
     with pytest.raises(Ended):
         SupervisedWorker(["sleep", "600"], os.environ, "supervised", keep_server=keep_server, say=print).run()
     assert set(looks) == {"Crashed"}, "an automation has its time first"
+
+
+@pytest.mark.server
+def test_runs_that_a_killed_supervisor_left_running_are_handed_back_by_the_next_one(start, monkeypatch):
+    """Those of its own worker that have no process here, and of others only those whose machines have vanished."""
+    monkeypatch.setattr(supervision, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "LEFT_SECONDS", {**supervision.LEFT_SECONDS, "RUNNING": 0.5, "CANCELLING": 0.5})
+    began = (Pending(), Running())
+    wanted = {
+        "left": start("killed", *began, worker="this-one"),
+        "cancelling": start("killed", *began, Cancelling(), worker="this-one"),
+        "alive": start("killed", *began, worker="this-one"),
+        "vanished": start("killed", *began, worker="gone"),
+        "elsewhere": start("killed", *began, worker="another"),
+        "unknown": start("killed", *began),
+    }
+    said: list[str] = []
+
+    def keep_server() -> bool:
+        if all(state_of(wanted[name]) not in ("Running", "Cancelling") for name in ("left", "cancelling", "vanished")):
+            raise Ended
+        return False
+
+    class Vanished:
+        def gone(self, workers: set[str]) -> set[str]:
+            assert workers == {"this-one", "gone", "another"}
+            return {"gone"}
+
+    environment = {**os.environ, supervision._RUN_ID: str(wanted["alive"])}
+    process = subprocess.Popen(["sleep", "600"], env=environment)
+    try:
+        worker = SupervisedWorker(
+            ["sleep", "600"], os.environ, "killed", keep_server=keep_server, say=said.append, worker_name="this-one",
+            presence=cast("Any", Vanished()),
+        )  # fmt: skip
+        with pytest.raises(Ended):
+            worker.run()
+    finally:
+        process.kill()
+        process.wait()
+    assert {name: state_of(run) for name, run in wanted.items()} == {
+        "left": "AwaitingRetry",
+        "cancelling": "Cancelled",
+        "alive": "Running",
+        "vanished": "AwaitingRetry",
+        "elsewhere": "Running",
+        "unknown": "Running",
+    }
+    assert f"flow run {wanted['vanished']} is tried again, as nothing is heard of its worker gone" in said
 
 
 def test_of_the_processes_of_a_run_the_one_that_began_it_is_found_whatever_their_pids():

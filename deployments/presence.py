@@ -1,0 +1,97 @@
+"""Which machines' workers are there, by leases in the database that all of them share.
+
+A supervised worker keeps a lease of its name. Where one has run out, its machine has vanished or is cut off: the others
+know after a minute and a half, where Prefect's heartbeats take ten minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from concurrent.futures import wait
+from contextlib import AsyncExitStack, suppress
+from uuid import uuid4
+
+from rollout_core.base.stopping import in_thread
+from rollout_core.store.sql.leases import Lease, LeaseBook
+from tasks.connections import open_store
+
+log = logging.getLogger(__name__)
+LEASE_SECONDS = 45.0
+BEAT_SECONDS = 10.0
+SETTLE_SECONDS = 30.0
+"""For which a lease must be seen to have run out, by a database that answers, before its worker counts as gone: after
+an outage of the database all of them have, and each is renewed within a beat."""
+ANSWER_SECONDS = 8.0
+"""How long the database may take to answer."""
+
+
+class Presence:
+    """Of the worker ``name`` of ``pool``, from now until `end`; by a thread of its own."""
+
+    def __init__(self, pool: str, name: str) -> None:
+        self._pool, self._name = pool, name
+        self._owner = f"{name}/{uuid4().hex[:8]}"
+        self._watched: frozenset[str] = frozenset()
+        self._gone_since: dict[str, float] = {}
+        """By names of workers, monotonic seconds of the first look in a row that found their leases run out."""
+        self._is_away = False
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._done = in_thread(self._run)
+
+    def gone(self, workers: Collection[str]) -> set[str]:
+        """Of ``workers`` of this pool, those that had a lease, and do not any more. Those asked for the first time are
+        looked for from now on."""
+        self._watched = frozenset(workers) - {self._name}
+        now, known = time.monotonic(), dict(self._gone_since)
+        return {worker for worker in self._watched if now - known.get(worker, now) >= SETTLE_SECONDS}
+
+    def end(self) -> None:
+        """Give up the lease, within the time that the database may take to answer."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ended.set)
+        wait([self._done], timeout=ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._keep())
+
+    async def _keep(self) -> None:
+        book, lease = None, None
+        async with AsyncExitStack() as stack:
+            while not self._ended.is_set():
+                try:
+                    async with asyncio.timeout(ANSWER_SECONDS):
+                        if book is None:
+                            book = (await stack.enter_async_context(open_store())).leases
+                        lease = await self._beat(book) or lease
+                    self._is_away = False
+                except Exception as error:  # noqa: BLE001 - any of the database's; machines are known again when it answers
+                    self._gone_since = {}
+                    if not self._is_away:
+                        log.warning("the database does not answer, so other machines are not watched: %s", error)
+                    self._is_away = True
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), BEAT_SECONDS)
+            if book is not None and lease is not None:
+                with suppress(Exception):  # it runs out
+                    await asyncio.wait_for(book.release(lease), ANSWER_SECONDS / 2)
+
+    async def _beat(self, book: LeaseBook) -> Lease | None:
+        """Renew the own lease, and look at those of the workers that were asked for."""
+        found = await book.take(self._lease(self._name), self._owner, seconds=LEASE_SECONDS)
+        gone = dict(self._gone_since)
+        for worker in self._watched:
+            holding = await book.holding(self._lease(worker))
+            if holding is not None and holding.seconds_left < 0:
+                gone.setdefault(worker, time.monotonic())
+            else:
+                gone.pop(worker, None)
+        self._gone_since = gone
+        return found if isinstance(found, Lease) else None
+
+    def _lease(self, worker: str) -> str:
+        return f"worker/{self._pool}/{worker}"
