@@ -181,6 +181,82 @@ def test_what_trying_again_does_not_help_is_told_with_the_remedy(
             objects.exists(NOTHING)
 
 
+@pytest.fixture
+def s3_of_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict, Callable[[str], None], set]]:
+    """Options for a server that refuses expired access keys, what writes another one into the shared credentials file,
+    and the keys that have expired."""
+    expired: set[str] = set()
+    file = tmp_path / "credentials"
+
+    def renew(key: str) -> None:
+        text = f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t\n"
+        file.write_text(text)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            is_refused = any(f"Credential={key}/" in self.headers["Authorization"] for key in expired)
+            listing = "<ListBucketResult><Contents><Key>refs/a</Key><Size>1</Size></Contents></ListBucketResult>"
+            body = "<Error><Code>ExpiredToken</Code></Error>" if is_refused else listing
+            self.send_response(400 if is_refused else 200)
+            self.send_header("ETag", '"e"')
+            self.send_header("Last-Modified", "Wed, 12 Oct 2022 17:50:00 GMT")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body.encode())
+
+        do_GET = do_HEAD = do_PUT = answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {"endpoint_url": f"http://127.0.0.1:{server.server_port}"}, renew, expired
+    server.shutdown()
+
+
+def test_temporary_credentials_that_expire_are_read_again_and_waited_for(s3_of_a_day) -> None:
+    """A process cannot change its storage options and environment, but somebody may renew the file of credentials."""
+    options, renew, expired = s3_of_a_day
+    renew("FIRST")
+    objects = ObjectStore.from_url("s3://bucket", storage_options=options)
+    attempts = [
+        lambda: objects.put_bytes(os.urandom(8)),
+        lambda: objects.exists(NOTHING),
+        lambda: list(objects.files.list("refs")),
+    ]
+    for number, attempt in enumerate(attempts):
+        attempt()
+        expired.add(f"KEY{number - 1}" if number else "FIRST")
+        for again in attempts:
+            with pytest.raises(
+                Recoverable, match=r"the temporary credentials have expired .*renew them there"
+            ) as caught:
+                again()
+            assert caught.value.hint.delay_seconds >= 10, "whoever renews them may be late"
+        renew(f"KEY{number}")
+    for attempt in attempts:
+        attempt()
+
+
+def test_expired_credentials_of_the_environment_are_final(s3_of_a_day, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, _, expired = s3_of_a_day
+    expired.add("FIXED")
+    values = {"AWS_ACCESS_KEY_ID": "FIXED", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    objects = ObjectStore.from_url("s3://bucket/fixed", storage_options={**options, "default_block_size": 2**23})
+    for attempt in (lambda: objects.put_bytes(b"x"), lambda: list(objects.files.list("refs"))):
+        with pytest.raises(ConfigError, match=r"credentials are wrong or have expired \(ExpiredToken\): renew them"):
+            attempt()
+
+
 def test_a_missing_bucket_is_a_config_error_when_writing(s3: dict) -> None:
     objects = ObjectStore.from_url("s3://no-such-bucket/x", storage_options=s3)
     for put in (lambda: objects.put_bytes(b"x"), lambda: objects.put_stream(bytes(5 * 2**20) for _ in range(8))):

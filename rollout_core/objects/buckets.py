@@ -257,7 +257,7 @@ class RemoteFiles:
 
     def move(self, source: str, target: str) -> None:
         with storage_faults("move", self.where(source)):
-            self.fs.cp_file(self.path(source), self.path(target))
+            self._asked(lambda fs: fs.cp_file(self.path(source), self.path(target)))
             self.discard(source)
 
     def delete(self, key: str) -> None:
@@ -268,7 +268,7 @@ class RemoteFiles:
         # fsspec returns a listing as a whole; one for each subfolder stays small where there are millions of blobs.
         with storage_faults("list", self.where(folder)):
             try:
-                entries = self.fs.ls(self.path(folder), detail=True)
+                entries = self._asked(lambda fs: fs.ls(self.path(folder), detail=True))
             except FileNotFoundError:
                 return
         subfolders = [entry["name"] for entry in entries if entry["type"] == "directory"]
@@ -283,7 +283,11 @@ class RemoteFiles:
 
     def _find(self, path: str) -> list[dict[str, Any]]:
         with storage_faults("list", path):
-            return list(self.fs.find(path, detail=True).values())
+            return list(self._asked(lambda fs: fs.find(path, detail=True)).values())
+
+    def _asked(self, request: Callable[[Any], Any]) -> Any:
+        """What a request by fsspec's file system comes to."""
+        return request(self.fs)
 
     def path(self, key: str) -> str:
         """What fsspec calls ``key``."""
@@ -307,7 +311,8 @@ class RemoteFiles:
     def has_bucket(self) -> bool:
         """Whether there is anything of the name that files are to be in."""
         with storage_faults("look at", self.where("")):
-            return self.protocol == "memory" or bool(self.fs.exists(self._root.partition("/")[0]))
+            name = self._root.partition("/")[0]
+            return self.protocol == "memory" or bool(self._asked(lambda fs: fs.exists(name)))
 
     def discard(self, key: str) -> None:
         """Delete a temporary file; what cannot be deleted now is left to garbage collection."""

@@ -159,21 +159,25 @@ _NO_CREDENTIALS = {
     "DefaultCredentialsError",
     "RefreshError",
 }
+EXPIRED_CREDENTIALS = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "400"}
 _WRONG_CREDENTIALS = {
-    "ExpiredToken",
-    "ExpiredTokenException",
+    *EXPIRED_CREDENTIALS,
     "InvalidAccessKeyId",
     "InvalidClientTokenId",
     "InvalidToken",
     "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
     "UnrecognizedClientException",
-    "400",
 }
 """Codes of AWS. 400 without a word is what S3 answers to HEAD with an expired token."""
+_RENEWAL = RetryHint(30.0, 300.0)
+"""Whoever renews credentials may be some minutes late."""
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException", "301"}
 _WRONG_CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _CLIENT_PACKAGES = {"botocore", "aiobotocore", "s3fs", "gcsfs", "google", "aiohttp", "requests"}
+
+
+class AwaitsCredentials(PermissionError):
+    """Temporary credentials have expired, and whoever renews them has not done so yet."""
 
 
 @contextmanager
@@ -181,7 +185,7 @@ def storage_faults(action: str, where: str) -> Iterator[None]:
     """Turn errors of the storage into ours, the original chained; FileNotFoundError is left to the caller.
 
     No permission, no credentials or a place that cannot hold a store: ConfigError. Everything else (full, throttled,
-    lost connection): Recoverable.
+    lost connection, credentials that are being renewed): Recoverable.
     """
     try:
         yield
@@ -206,6 +210,8 @@ def _fault(error: Exception, what: str) -> RolloutError:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     message = f"{what}: {' '.join(without_passwords(text).split())}"
     status = str(getattr(error, "code", ""))
+    if isinstance(error, AwaitsCredentials):
+        return Recoverable(f"{message}; they are read again from where they come: renew them there", _RENEWAL)
     refusal = _advice_of(error)
     if refusal:
         return ConfigError(f"{message}; {refusal}")
@@ -226,11 +232,16 @@ def _fault(error: Exception, what: str) -> RolloutError:
     return Recoverable(f"{message}; a passing fault, try again", RetryHint(1.0, 60.0))
 
 
-def _advice_of(error: Exception) -> str | None:
-    """What to do about AWS's reason for refusing a request, where trying again would not help."""
+def aws_code(error: Exception) -> str:
+    """AWS's reason for refusing a request, such as ``ExpiredToken``; empty where it gave none."""
     # s3fs raises an error of Python's from the client's.
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
-    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def _advice_of(error: Exception) -> str | None:
+    """What to do about AWS's reason for refusing a request, where trying again would not help."""
+    code = aws_code(error)
     if code in _WRONG_CREDENTIALS:
         shown = "" if code == "400" else f" ({code})"
         return f"the credentials are wrong or have expired{shown}: renew them in the environment or the storage options"

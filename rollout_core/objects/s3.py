@@ -3,6 +3,9 @@
 Requests about one file are made by botocore's own client, by the thread that needs them: that takes half the time of a
 processor that a request through s3fs's event loop takes, and no thread waits for another's. Listings and copies, which
 may take many requests, are s3fs's, and so are the storage options.
+
+A process may outlive temporary credentials. Those of a role botocore renews by itself; those of a shared credentials
+file somebody else renews, and they are read again when S3 says that they have expired.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -19,7 +22,14 @@ from ulid import ULID
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.objects.buckets import READ_BYTES, RemoteFiles, log
-from rollout_core.objects.files import FileStat, Upload, storage_faults
+from rollout_core.objects.files import (
+    EXPIRED_CREDENTIALS,
+    AwaitsCredentials,
+    FileStat,
+    Upload,
+    aws_code,
+    storage_faults,
+)
 
 BYTES_IN_FLIGHT = 48 * 2**20
 """Of a file's parts; so many connections as that makes are busy at once. One more part is in memory."""
@@ -123,6 +133,22 @@ class S3Files(RemoteFiles):
                 return
             place = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
+    def _asked(self, request: Callable[[Any], Any]) -> Any:
+        fs = self.fs
+        try:
+            return request(fs)
+        except Exception as error:
+            client = _client_of(fs, fs.read_timeout)
+            if not _may_be_renewed(fs, client, error):
+                raise
+            _renew(fs, client)
+        try:
+            return request(fs)
+        except Exception as error:
+            if aws_code(error) not in EXPIRED_CREDENTIALS:
+                raise
+            raise _awaited(error) from error
+
     def call_s3(self, method: str, key: str, **arguments: Any) -> dict[str, Any]:
         """One call of S3 about a key; its answer, with the ``Body`` read. Raises errors of Python for those of S3, as
         s3fs does."""
@@ -136,7 +162,9 @@ class S3Files(RemoteFiles):
         from s3fs.errors import translate_boto_error
         from s3fs.utils import ParamKwargsHelper
 
-        client = _client_of(fs, JOINING_SECONDS if method == _JOIN else fs.read_timeout)
+        seconds = JOINING_SECONDS if method == _JOIN else fs.read_timeout
+        client = _client_of(fs, seconds)
+        is_renewed = False
         given = ParamKwargsHelper(client).filter_dict(method, {**fs.s3_additional_kwargs, **fs.req_kw, **arguments})
         pause = FIRST_PAUSE_SECONDS
         for is_last in (*[False] * (TRIES - 1), True):
@@ -146,6 +174,12 @@ class S3Files(RemoteFiles):
                     answer["Body"] = answer["Body"].read()
                 return answer
             except (BotoCoreError, ClientError, ResponseParserError) as error:
+                if not is_last and not is_renewed and _may_be_renewed(fs, client, error):
+                    _renew(fs, client)
+                    client, is_renewed = _client_of(fs, seconds), True
+                    continue
+                if is_renewed and aws_code(error) in EXPIRED_CREDENTIALS:
+                    raise _awaited(error) from error
                 if is_last or not _is_passing(error):
                     told = translate_boto_error(error)
                     raise told from (None if told is error else error)
@@ -183,6 +217,29 @@ def _client_of(fs: Any, read_timeout: float) -> Any:
             if client is None:
                 client = made[read_timeout] = _make_client(fs, read_timeout)
     return client
+
+
+def _may_be_renewed(fs: Any, client: Any, error: Exception) -> bool:
+    """Whether credentials have expired that are read from where somebody may have put others since. The storage options
+    and the environment of a process stay as they are. An answer to HEAD says only 400, without a reason."""
+    credentials = client._request_signer._credentials
+    if aws_code(error) not in EXPIRED_CREDENTIALS or fs.key is not None or credentials is None:
+        return False
+    return credentials.token is not None and credentials.method not in ("env", "explicit")
+
+
+def _renew(fs: Any, client: Any) -> None:
+    """Have the credentials read again, unless another thread has done so since ``client`` was made."""
+    with _making:
+        if client not in _clients.get(fs, {}).values():
+            return
+        _clients.pop(fs, None)
+    log.warning("the temporary credentials for S3 have expired, and are read again from where they come")
+    fs.connect(refresh=True)
+
+
+def _awaited(error: Exception) -> AwaitsCredentials:
+    return AwaitsCredentials(f"the temporary credentials have expired ({aws_code(error)})")
 
 
 def _make_client(fs: Any, read_timeout: float) -> Any:
