@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flows.server_process import LOCK, USERS_LOCK, Listening, api_address
+from flows.server_process import LOCK, LOG, USERS_LOCK, Listening, api_address
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.locks import exclusive, shared, try_exclusive
 from rollout_core.base.processes import ProcessName, in_environment, search_path, this_machine
@@ -35,7 +35,6 @@ PREFECT_HOME = Path("data/prefect")
 """Of the server that a command starts where none is configured."""
 START_LOCK = "server-start.lock"
 """Held by the command that looks for the folder's server or starts it, until it answers."""
-LOG = "server.log"
 START_TIMEOUT_SECONDS = 300.0
 END_TIMEOUT_SECONDS = 10.0
 SERVER_SETTINGS = {

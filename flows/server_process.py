@@ -10,6 +10,7 @@ import asyncio
 import gc
 import itertools
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from rollout_core.base.processes import ProcessName
 
 LOCK = "server.lock"
 """Held by the server while it lives; holds a `Listening` once it has started."""
+LOG = "server.log"
+"""What it writes. The file before it, of at most `LOG_BYTES`, is ``server.log.1``."""
 USERS_LOCK = "server-users.lock"
 """Held by all commands that use the server, together; who gets it exclusively knows that there is none left, even if
 the last ones were killed."""
@@ -34,6 +37,10 @@ COLLECT_SECONDS = 0.25
 YOUNG, MIDDLE, OLD = 0, 1, 2
 _MIDDLE_EVERY, _OLD_EVERY = 10, 240
 """Of the collections, how often they look at objects that have survived one, or two."""
+LOG_BYTES = 16 * 2**20
+LOG_LOOK_SECONDS = 10.0
+SAY_SECONDS = 3600.0
+"""Between two lines about tasks of the server that met a locked database."""
 END_SECONDS = 10.0
 """From SIGTERM to SIGKILL: an open connection, such as a browser's, would keep the server alive."""
 
@@ -63,6 +70,7 @@ def main() -> None:
     listening = Listening(str(ProcessName.of_this_process()), api_address(port))
     os.pwrite(lock, json.dumps(asdict(listening)).encode(), 0)
     threading.Thread(target=_end_with_last_user, args=[folder], name="rollout-server-users", daemon=True).start()
+    threading.Thread(target=_keep_log_small, args=[folder / LOG], name="rollout-server-log", daemon=True).start()
     serve(port)
 
 
@@ -71,6 +79,7 @@ def serve(port: int) -> None:
     gc.disable()
     threading.Thread(target=_collect_garbage, name="rollout-server-garbage", daemon=True).start()
     update_automations_without_waiting()
+    logging.getLogger("docket.dependencies").addFilter(TriedAgain())
 
     from prefect.cli import app
 
@@ -98,6 +107,51 @@ def update_automations_without_waiting() -> None:
         task.add_done_callback(updates.discard)
 
     automations.run_coro_as_sync = update
+
+
+class TriedAgain(logging.Filter):
+    """Of the tasks that the server tries again because SQLite was locked, a line an hour with their number, where each
+    poll of a worker would leave a traceback: 50 MB a day."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+        self._said = float("-inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written; it may become that line."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or "database is locked" not in str(error):
+            return True
+        self._count += 1
+        if time.monotonic() - self._said < SAY_SECONDS:
+            return False
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "the database was locked, and what met that was tried again: %d times since the last such line"
+        record.args, record.exc_info, record.exc_text = (self._count,), None, None
+        self._count, self._said = 0, time.monotonic()
+        return True
+
+
+def _keep_log_small(file: Path) -> None:
+    while True:
+        time.sleep(LOG_LOOK_SECONDS)
+        rotate(file)
+
+
+def rotate(file: Path) -> None:
+    """Have this process write on into a new ``file`` where it has grown; nothing that it writes is lost."""
+    try:
+        if file.stat().st_size < LOG_BYTES or not os.path.samestat(file.stat(), os.fstat(1)):
+            return
+        file.replace(file.with_name(f"{file.name}.1"))
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        sys.stderr.write(f"cannot begin another {file}: {error}\n")
+        return
+    for standard in (1, 2):
+        os.dup2(opened, standard)
+    os.close(opened)
 
 
 def _collect_garbage() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,8 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
+from flows import server_process
 from flows.connections import prefect_server
-from flows.server_process import LOCK, update_automations_without_waiting
+from flows.server_process import LOCK, TriedAgain, update_automations_without_waiting
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.locks import exclusive
 from rollout_core.base.processes import ProcessName
@@ -245,3 +248,41 @@ def test_the_next_command_gets_another_server_when_one_was_killed_and_none_outli
     for process in (command, later):
         process.kill()
     wait_for(server.has_ended, "the end of a server without users")
+
+
+def test_a_log_that_grew_goes_on_in_another_file_without_losing_a_line(tmp_path: Path):
+    code = """
+import sys, pathlib
+from flows import server_process
+server_process.LOG_BYTES = 1000
+file = pathlib.Path(sys.argv[1])
+for number in range(300):
+    print(f"line {number}", flush=True)
+    print(f"error {number}", file=sys.stderr, flush=True)
+    server_process.rotate(file)
+"""
+    file = tmp_path / "server.log"
+    with file.open("ab") as output:
+        subprocess.run([sys.executable, "-c", code, str(file)], stdout=output, stderr=output, check=True, cwd=PROJECT)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {"server.log", "server.log.1"} and sizes["server.log.1"] < 1100
+    last = file.with_name("server.log.1").read_text().splitlines() + file.read_text().splitlines()
+    expected = [f"{kind} {number}" for number in range(300) for kind in ("line", "error")]
+    assert last == expected[-len(last) :] and last[0] != expected[0]
+
+
+def test_tasks_of_the_server_that_are_tried_again_are_counted_in_a_line(monkeypatch, caplog):
+    log = logging.getLogger("docket.dependencies")
+    told = TriedAgain()
+    log.addFilter(told)
+    try:
+        for error in (*[OSError("(sqlite3.OperationalError) database is locked")] * 3, OSError("no such table")):
+            log.error("tried again", exc_info=error)
+        monkeypatch.setattr(server_process, "SAY_SECONDS", 0.0)
+        log.error("tried again", exc_info=OSError("database is locked"))
+    finally:
+        log.removeFilter(told)
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    line = "the database was locked, and what met that was tried again: {} times since the last such line"
+    assert found == [("WARNING", line.format(1)), ("ERROR", "tried again"), ("WARNING", line.format(3))]
+    assert [record.exc_info is None for record in caplog.records] == [True, False, True]
