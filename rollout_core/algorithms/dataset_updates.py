@@ -33,7 +33,6 @@ from rollout_core.algorithms.supervised import (
     RewardModel,
     load_reward_model,
     set_padding,
-    until_end,
 )
 from rollout_core.algorithms.training import Evaluation, evaluation_of, train_to_end
 from rollout_core.base.determinism import PORTABLE, is_portable_here, seed_everything
@@ -55,9 +54,9 @@ from rollout_core.data.packing import Document
 from rollout_core.data.preference_data import Pair, PreferenceReport
 from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
 from rollout_core.data.training_data import RowForm, pair_form, sft_form, training_items, unpaired_form
-from rollout_core.data.turn_ends import turn_ends
+from rollout_core.data.turn_ends import as_engines_end
 from rollout_core.models.architecture import WithoutAdapters, with_lora
-from rollout_core.models.facts import check_reference, check_teacher, end_ids
+from rollout_core.models.facts import check_reference, check_teacher
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Checkpoint
 
@@ -116,14 +115,10 @@ def rm_update(
     """
     folder = context.model(model)
     tokenizer = load_tokenizer(folder)
-    ends = {*end_ids(folder, tokenizer), *turn_ends(folder, tokenizer)}
-
-    def is_blank(token: int) -> bool:
-        return not tokenizer.decode([token]).strip()
+    as_ended = as_engines_end(folder, tokenizer)
 
     def ended(pair: Pair) -> Pair:
-        chosen, rejected = (until_end(answer, ends, is_blank) for answer in (pair.chosen, pair.rejected))
-        return Pair(pair.prompt, chosen, rejected, pair.margin)
+        return Pair(pair.prompt, as_ended(pair.chosen), as_ended(pair.rejected), pair.margin)
 
     form = pair_form(settings, need_prompts=False)
     rows, other_rows, report = _read_rows(settings, form, dataset, held_out, folder, context, on_data)

@@ -8,7 +8,7 @@ sequence is the head's output at the sequence's last token, which for an answer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
@@ -304,22 +304,6 @@ def load_reward_model(folder: Path, *, new_head: bool = False, deferred_to: torc
     if deferred_to is not None:
         model = defer(model, folder, deferred_to, new=found["missing_keys"])
     return load_reward_model(folder, new_head=new_head).to(deferred_to) if model is None else model
-
-
-def until_end(token_ids: list[int], ends: Set[int], is_blank: Callable[[int], bool]) -> list[int]:
-    """The tokens up to the one at which an engine ends the last answer, if there is one, whatever a chat template adds
-    behind.
-
-    A template may write several of its ends with blanks between them, such as Phi 3's ``<|end|>\\n<|endoftext|>``; an
-    engine stops at the first of these.
-    """
-    places = [place for place, token in enumerate(token_ids) if token in ends]
-    if not places:
-        return token_ids
-    first = places.pop()
-    while places and all(is_blank(token) for token in token_ids[places[-1] + 1 : first]):
-        first = places.pop()
-    return token_ids[: first + 1]
 
 
 def set_padding(model: Any, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where engines stop in a conversation beside the model's own ends: at the token by which the template ends a turn.
+"""Where engines stop: at the ends of the model, and in a conversation where the template ends a turn, too.
 
 A base model whose EOS ends a document may have a template, or be given one, that ends turns by a token of their own. It
 is trained to write that token, and a prompt that the template wrote asks for one turn. Prompts of plain text are not
@@ -7,6 +7,7 @@ the template's, and end as before.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,6 +56,33 @@ def turn_ends(folder: Path, tokenizer: Any) -> list[int]:
     end = turn_end(tokenizer)
     found = None if end is None else tokenizer.convert_tokens_to_ids(end)
     return [] if not isinstance(found, int) or found in end_ids(folder, tokenizer) else [found]
+
+
+def all_ends(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Every token at which engines stop in a conversation with the model of a folder."""
+    return end_ids(folder, tokenizer) | {*turn_ends(folder, tokenizer)}
+
+
+def as_engines_end(folder: Path, tokenizer: Any) -> Callable[[list[int]], list[int]]:
+    """What cuts an answer that a chat template wrote to what an engine with the model of the folder gives of it."""
+    ends = all_ends(folder, tokenizer)
+    return lambda token_ids: until_end(token_ids, ends, lambda token: not tokenizer.decode([token]).strip())
+
+
+def until_end(token_ids: list[int], ends: Set[int], is_blank: Callable[[int], bool]) -> list[int]:
+    """The tokens up to the one at which an engine ends the last answer, if there is one, whatever a chat template adds
+    behind.
+
+    A template may write several of its ends with blanks between them, such as Phi 3's ``<|end|>\\n<|endoftext|>``; an
+    engine stops at the first of these.
+    """
+    places = [place for place, token in enumerate(token_ids) if token in ends]
+    if not places:
+        return token_ids
+    first = places.pop()
+    while places and all(is_blank(token) for token in token_ids[places[-1] + 1 : first]):
+        first = places.pop()
+    return token_ids[: first + 1]
 
 
 def check_template(tokenizer: Any) -> None:

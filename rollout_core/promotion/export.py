@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.settings import read_secret
-from rollout_core.data.turn_ends import turn_ends
+from rollout_core.data.turn_ends import all_ends, turn_ends
 from rollout_core.models.facts import end_ids
 from rollout_core.models.locating import without_token
 from rollout_core.models.precision import DTYPES, cast_model, stored_dtype
@@ -103,10 +103,10 @@ def _name_ends(folder: Path) -> None:
         end_ids(folder, tokenizer)
     except ConfigError:  # without a tokenizer, or with a damaged generation_config.json: exported as it is
         return
-    if ends := turn_ends(folder, tokenizer):
+    if turn_ends(folder, tokenizer):
         file = folder / "generation_config.json"
         document = read_object(file) if file.is_file() else {}
-        document["eos_token_id"] = sorted({*end_ids(folder, tokenizer), *ends})
+        document["eos_token_id"] = sorted(all_ends(folder, tokenizer))
         file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

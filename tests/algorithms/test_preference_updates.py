@@ -15,7 +15,7 @@ from rollout_core.algorithms import dataset_updates, preference as reference_mod
 from rollout_core.algorithms.dataset_updates import _computed_otherwise, preference_update
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import reference_logprobs
-from rollout_core.algorithms.supervised import load_reward_model, set_padding, until_end
+from rollout_core.algorithms.supervised import load_reward_model, set_padding
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOAlgorithm, DPOSettings, parse_config
@@ -220,18 +220,6 @@ def test_a_policy_from_preferences_is_a_usable_model(tiny_model, tmp_path):
     checkpoint = update("kto", tiny_model, place)
     AutoModelForCausalLM.from_pretrained(place.model(checkpoint.model))
     assert load_tokenizer(place.model(checkpoint.model)).eos_token_id is not None
-
-
-def test_sequences_end_where_engines_end_them():
-    def until(token_ids: list[int], ends: set[int]) -> list[int]:
-        return until_end(token_ids, ends, lambda token: token == 0)
-
-    assert until([5, 9, 7], {9}) == [5, 9]
-    assert until([9, 5, 9], {9}) == [9, 5, 9]
-    assert until([5, 7], {9}) == [5, 7]
-    assert until([5, 8, 0, 9], {8, 9}) == [5, 8], "an engine stops at the first"
-    assert until([8, 5, 9, 0, 8], {8, 9}) == [8, 5, 9]
-    assert until([8, 0, 5, 9], {8, 9}) == [8, 0, 5, 9], "a conversation of several turns"
 
 
 def test_padding_with_eos_is_left_unnamed(tiny_model):

@@ -6,23 +6,35 @@ import json
 from pathlib import Path
 
 import pytest
-from test_templates import FAMILIES, TWO, tokenizer_of, trained
+from test_templates import FAMILIES, TWO, tokenizer_of, trained, user
 from updates import sft_settings, update_context
 
-from rollout_core.algorithms.dataset_updates import sft_update
+from rollout_core.algorithms.dataset_updates import rm_update, sft_update
+from rollout_core.algorithms.supervised import score_samples
 from rollout_core.base.ids import hash_bytes
-from rollout_core.config import BudgetConfig, LossOn, SamplingParams, TransformersBackend
-from rollout_core.data.datasets import PromptRow, SftRow, to_jsonl
+from rollout_core.config import (
+    BudgetConfig,
+    JsonlDataset,
+    LossOn,
+    OptimizerConfig,
+    RewardModelSettings,
+    SamplingParams,
+    TransformersBackend,
+)
+from rollout_core.data.datasets import PairRow, PromptRow, SftRow, to_jsonl
 from rollout_core.data.samples import Sample, decode_samples, encode_samples, ends_of, make_samples
-from rollout_core.data.turn_ends import turn_end, turn_ends
+from rollout_core.data.turn_ends import as_engines_end, turn_end, turn_ends, until_end
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
+from rollout_core.models.facts import end_ids
 from rollout_core.models.pretrained import load_tokenizer
 from tests.chat_models import make_chat_base
+from tests.rows import tokenize_pairs
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=24)
 CHAT = PromptRow.model_validate({"messages": [{"role": "user", "content": "sort 3 1"}]})
+HI = PromptRow.model_validate({"messages": [user("hi")]})
 TEXT = PromptRow(prompt="sort 3 1 =")
 
 
@@ -34,6 +46,56 @@ def test_the_end_of_a_turn_is_the_token_that_is_trained_there(name: str):
         assert end is None
     else:
         assert end is not None and texts[-1][-1].rstrip().endswith(end)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_reward_model_is_trained_at_the_token_at_which_the_engine_ends(name: str, named: bool, tmp_path: Path):
+    """Whether the model names the template's end among its own (Gemma's instruct models) or not (most base models)."""
+    tokenizer, end = tokenizer_of(name), turn_end(tokenizer_of(name))
+    own = tokenizer.convert_tokens_to_ids([tokenizer.eos_token, *([end] if named and end else [])])
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": own}))
+    [sample] = make_samples(
+        tokenizer, [HI], model=MODEL, params=PARAMS, ends=ends_of(tmp_path, tokenizer, [HI], PARAMS)
+    )
+    stops = {*end_ids(tmp_path, tokenizer), *sample.ends}
+    row = PairRow.model_validate({"prompt": [user("hi")], "chosen": "yes", "rejected": "no"})
+    [pair], _ = tokenize_pairs(tokenizer, [row], max_seq_len=8192, need_prompts=True)
+    for written, said in ((pair.chosen, "yes"), (pair.rejected, "no")):
+        drawn = next(written[: place + 1] for place, token in enumerate(written) if token in stops)
+        assert as_engines_end(tmp_path, tokenizer)(written) == drawn and said in tokenizer.decode(drawn)
+
+
+@pytest.mark.parametrize("names_its_end", [True, False])
+def test_a_reward_model_judges_completions_of_an_engine_as_it_judged_its_rows(
+    tiny_model: Path, tmp_path: Path, names_its_end: bool
+):
+    """Turns end by a token and a line break (Gemma, ChatML): a score that is trained at the line break is none where
+    an engine stops."""
+    folder = tmp_path / "model"
+    make_chat_base(tiny_model, folder)
+    tokenizer = load_tokenizer(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if names_its_end:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, end]}))
+    prompt = [{"role": "user", "content": "sort 3 1"}]
+    rows = [PairRow.model_validate({"prompt": prompt, "chosen": f"{n} 1", "rejected": f"{n} 7"}) for n in range(10, 18)]
+    context = update_context(tmp_path)
+    settings = RewardModelSettings(
+        dataset=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-2), budget=BudgetConfig(max_steps=12)
+    )
+    dataset = context.objects.put_bytes(to_jsonl(rows))
+    checkpoint, _ = rm_update(context.objects.put_tree(folder), dataset, settings, context)
+    [chat] = made(folder, [CHAT])
+    drawn = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for row in rows for text in answers(row)]
+    scores = score_samples(context.model(checkpoint.model), [(chat.prompt_token_ids, token_ids) for token_ids in drawn])
+    assert all(chosen > rejected + 1 for chosen, rejected in zip(scores[::2], scores[1::2], strict=True))
+
+
+def answers(row: PairRow) -> tuple[str, str]:
+    assert isinstance(row.chosen, str) and isinstance(row.rejected, str)
+    return row.chosen, row.rejected
 
 
 def made(folder: Path, rows: list[PromptRow], params: SamplingParams = PARAMS) -> list[Sample]:
@@ -93,3 +155,15 @@ def test_a_base_model_learns_to_end_its_turns_and_stops_there(chat_base: Path, t
     assert (ended.text, ended.finish_reason, ended.token_ids[-1]) == ("1", "stop", end)
     [unended] = engine.generate([Request("x", chat.prompt_token_ids, greedy, 1)])
     assert unended.finish_reason == "length" and list(unended.token_ids[: len(ended.token_ids)]) == ended.token_ids
+
+
+def test_sequences_end_where_engines_end_them():
+    def until(token_ids: list[int], ends: set[int]) -> list[int]:
+        return until_end(token_ids, ends, lambda token: token == 0)
+
+    assert until([5, 9, 7], {9}) == [5, 9]
+    assert until([9, 5, 9], {9}) == [9, 5, 9]
+    assert until([5, 7], {9}) == [5, 7]
+    assert until([5, 8, 0, 9], {8, 9}) == [5, 8], "an engine stops at the first"
+    assert until([8, 5, 9, 0, 8], {8, 9}) == [8, 5, 9]
+    assert until([8, 0, 5, 9], {8, 9}) == [8, 0, 5, 9], "a conversation of several turns"
