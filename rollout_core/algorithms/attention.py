@@ -40,7 +40,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it.
 
-    query: [1,H,N,D]; key, value: [1,G,N,D] with G dividing H. Returns ([1,N,H,D], None).
+    query, key: [1,H,N,D] and [1,G,N,D] with G dividing H; value: [1,G,N,E]. Returns ([1,N,H,E], None).
     ``layout`` comes from the call of the model. Raises ConfigError for what the kernels cannot do.
     """
     unknown = [name for name in ("softcap", "s_aux", "head_mask", "position_bias") if options.get(name) is not None]
@@ -51,7 +51,8 @@ def packed_attention(
     groups, dtype = query.shape[1] // key.shape[1], product_dtype(query)
     # [N,H,D], which is how the projections laid them out. Not item[0]: its backward pass would copy into zeros.
     q, k, v = (item.to(dtype).squeeze(0).transpose(0, 1) for item in (query, key, value))
-    if q.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout and not sliding_window:
+    is_able = q.is_cuda and dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]
+    if is_able and not dropout and not sliding_window:
         return _attend_varlen(q, k, v, layout, scaling, groups)[None], None
     if groups > 1:
         k, v = (item.repeat_interleave(groups, dim=1) for item in (k, v))
@@ -69,7 +70,7 @@ def packed_attention(
             dropout_p=dropout,
         )
         .transpose(1, 2)
-        .reshape(-1, *q.shape[1:])
+        .reshape(-1, *v.shape[1:])
         for bucket in plan.buckets
     ]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)

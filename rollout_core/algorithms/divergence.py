@@ -109,4 +109,5 @@ def _divergence(
     batch = pack_completions(*zip(*rows, strict=True)).to(device)
     hidden, ref_hidden = (model.hidden_states(batch, batch.predictors, batch.rows) for model in (policy, other))
     layer, ref_layer = (model.model.get_output_embeddings() for model in (policy, other))
-    return token_divergence(hidden, ref_hidden, layer, ref_layer, batch.targets, temperature=temperature)
+    options: Any = {"transforms": (policy.transform, other.transform), "temperature": temperature}
+    return token_divergence(hidden, ref_hidden, layer, ref_layer, batch.targets, **options)

@@ -19,12 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from rollout_core.algorithms.attention import product_dtype
 from rollout_core.base.errors import ConfigError
+from rollout_core.models.architecture import LogitTransform
 
 CHUNK_ELEMENTS = 2**23
 """Logits of a chunk on a CPU: 32 MiB in float32."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**27
 KEPT_ELEMENTS = 2**25
 """Logits up to so many are kept for the backward pass: 128 MiB in float32."""
+PLAIN = LogitTransform()
 
 
 class TargetLogprobs(NamedTuple):
@@ -44,17 +46,20 @@ def target_logprobs(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    transform: LogitTransform = PLAIN,
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> TargetLogprobs:
-    """Log-probabilities of ``targets`` under ``softmax((hidden @ weight.T + bias) / temperature)``.
+    """Log-probabilities of ``targets`` under ``softmax(transform(hidden @ weight.T + bias) / temperature)``.
 
     hidden: [M,H]; weight: [V,H]; bias: [V]; targets: [M] int64. Logits are made in the dtype of autocast, where that is
     on, else in that of ``hidden``, and summed in float32 (float64 for float64). First derivatives only.
     """
     # Within a function of autograd gradients are always off, and a parameter wants one wherever it is used.
     differs = torch.is_grad_enabled()
-    return TargetLogprobs(*_TargetLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, differs))  # pyright: ignore[reportGeneralTypeIssues]
+    return TargetLogprobs(
+        *_TargetLogprobs.apply(hidden, weight, bias, targets, transform, temperature, entropy, differs)  # pyright: ignore[reportGeneralTypeIssues]
+    )
 
 
 class TokenDivergence(NamedTuple):
@@ -70,12 +75,19 @@ class TokenDivergence(NamedTuple):
 
 @torch.no_grad()
 def token_divergence(
-    hidden: Tensor, ref_hidden: Tensor, layer: nn.Linear, ref_layer: nn.Linear, targets: Tensor, *, temperature: float
+    hidden: Tensor,
+    ref_hidden: Tensor,
+    layer: nn.Linear,
+    ref_layer: nn.Linear,
+    targets: Tensor,
+    *,
+    transforms: tuple[LogitTransform, LogitTransform] = (PLAIN, PLAIN),
+    temperature: float,
 ) -> TokenDivergence:
     """Both models' softmax(logits / temperature), a chunk of tokens at a time.
 
-    hidden: [M,H] and ref_hidden: [M,H']; the layers' weights: [V,H] and [V,H']; targets: [M] int64. Raises ConfigError
-    where the two have outputs for different numbers of tokens.
+    hidden: [M,H] and ref_hidden: [M,H']; the layers' weights: [V,H] and [V,H']; targets: [M] int64; ``transforms`` of
+    both. Raises ConfigError where the two have outputs for different numbers of tokens.
     """
     if len(layer.weight) != len(ref_layer.weight):
         raise ConfigError(
@@ -87,8 +99,8 @@ def token_divergence(
     # Half as many tokens at a time: there are logits of two models.
     for chunk in _chunks(count, 2 * len(layer.weight), hidden.device):
         logs, ref_logs = (
-            (_logits(states[chunk], head.weight, head.bias) / temperature).log_softmax(dim=1)
-            for states, head in ((hidden, layer), (ref_hidden, ref_layer))
+            (_logits(states[chunk], head.weight, head.bias, transform) / temperature).log_softmax(dim=1)
+            for states, head, transform in zip((hidden, ref_hidden), (layer, ref_layer), transforms, strict=True)
         )
         found.logprobs[chunk] = logs.gather(1, targets[chunk, None]).squeeze(1)
         found.ref_logprobs[chunk] = ref_logs.gather(1, targets[chunk, None]).squeeze(1)
@@ -97,13 +109,19 @@ def token_divergence(
 
 
 def weighted_nll(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    transform: LogitTransform = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Loss ``-sum(weights * log p(targets))`` and [M] bool, whether each target has the highest logit.
 
     Shapes as in `target_logprobs`; weights: [M] float, without gradient.
     """
-    return _WeightedNLL.apply(hidden, weight, bias, targets, weights)  # pyright: ignore[reportReturnType]
+    return _WeightedNLL.apply(hidden, weight, bias, targets, weights, transform)  # pyright: ignore[reportReturnType]
 
 
 class TeacherOutput(NamedTuple):
@@ -115,6 +133,7 @@ class TeacherOutput(NamedTuple):
     """[V',H'], of its output layer."""
     bias: Tensor | None = None
     """[V']."""
+    transform: LogitTransform = PLAIN
 
 
 class StudentDivergence(NamedTuple):
@@ -138,6 +157,7 @@ def weighted_jsd(
     targets: Tensor,
     weights: Tensor,
     *,
+    transform: LogitTransform = PLAIN,
     beta: float,
     temperature: float = 1.0,
 ) -> StudentDivergence:
@@ -152,7 +172,7 @@ def weighted_jsd(
     those that only one has, padding that no tokenizer gives, do not count. No denominator but ``weights``.
     """
     return StudentDivergence(
-        *_WeightedJSD.apply(hidden, weight, bias, *teacher, targets, weights, beta, temperature)  # pyright: ignore[reportGeneralTypeIssues]
+        *_WeightedJSD.apply(hidden, weight, bias, *teacher, targets, weights, transform, beta, temperature)  # pyright: ignore[reportGeneralTypeIssues]
     )
 
 
@@ -184,9 +204,9 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = F.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    product = F.linear(hidden, weight, bias)
+    return transform(product.to(torch.promote_types(product.dtype, torch.float32)))
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -197,6 +217,7 @@ class _TargetLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        transform: LogitTransform,
         temperature: float,
         want_entropy: bool,
         want_gradient: bool,
@@ -209,9 +230,10 @@ class _TargetLogprobs(torch.autograd.Function):
             logprobs, entropy, logsums = (hidden.new_zeros(count, dtype=dtype) for _ in range(3))
             is_best = torch.zeros_like(targets, dtype=torch.bool)
             keep = want_gradient and any(ctx.needs_input_grad) and count * vocabulary <= KEPT_ELEMENTS
+            keep = keep and transform.cap is None  # its slope follows from the logits, not from probabilities
             kept = hidden.new_empty(count, vocabulary, dtype=dtype) if keep else None
             for chunk in _chunks(count, vocabulary, hidden.device):
-                part = _logits(hidden[chunk], cast, cast_bias)
+                part = _logits(hidden[chunk], cast, cast_bias, transform)
                 if temperature != 1.0:
                     part /= temperature
                 maxima = part.amax(dim=1, keepdim=True)
@@ -229,7 +251,7 @@ class _TargetLogprobs(torch.autograd.Function):
                     torch.div(weights, sums[:, None], out=kept[chunk])
                 else:
                     logsums[chunk] = log_sums + maxima.squeeze(1)
-        ctx.temperature = temperature
+        ctx.transform, ctx.temperature = transform, temperature
         ctx.save_for_backward(hidden, weight, bias, targets, logsums, entropy, kept)
         ctx.mark_non_differentiable(is_best)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
@@ -239,16 +261,17 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, weight, bias, targets, logsums, entropy, kept = ctx.saved_tensors
         cast, cast_bias = _cast(hidden.dtype, weight, bias)
         grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype, ctx.needs_input_grad[:3])
         for chunk in _chunks(len(targets), len(weight), hidden.device):
             if kept is not None:
-                probabilities = kept[chunk]
+                probabilities, slope = kept[chunk], ctx.transform.scale
             else:
-                logits = _logits(hidden[chunk], cast, cast_bias) / ctx.temperature
-                probabilities = logits.sub_(logsums[chunk, None]).exp_()
+                logits = _logits(hidden[chunk], cast, cast_bias, ctx.transform)
+                slope = ctx.transform.slope(logits)
+                probabilities = (logits / ctx.temperature).sub_(logsums[chunk, None]).exp_()
             if grad_logprobs is None:
                 grad = torch.zeros_like(probabilities)
             else:
@@ -260,14 +283,20 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad -= surprise.mul_(grad_entropy[chunk, None])
             if ctx.temperature != 1.0:
                 grad /= ctx.temperature
-            grads.add(chunk, grad, cast)
-        return grads.hidden, grads.weight, grads.bias, None, None, None, None
+            grads.add(chunk, grad if ctx.transform == PLAIN else grad * slope, cast)
+        return grads.hidden, grads.weight, grads.bias, *(None,) * 5
 
 
 class _WeightedNLL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        weights: Tensor,
+        transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
         hidden_dtype, needs = hidden.dtype, ctx.needs_input_grad[:3]
         hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
@@ -276,7 +305,8 @@ class _WeightedNLL(torch.autograd.Function):
             logprobs = hidden.new_zeros(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
             is_best = torch.zeros_like(targets, dtype=torch.bool)
             for chunk in _chunks(len(targets), len(weight), hidden.device):
-                part = _logits(hidden[chunk], cast, cast_bias)
+                part = _logits(hidden[chunk], cast, cast_bias, transform)
+                slope = transform.slope(part)
                 part -= part.amax(dim=1, keepdim=True)
                 chosen = part.gather(1, targets[chunk, None]).squeeze(1)
                 sums = part.exp_().sum(dim=1)
@@ -285,7 +315,7 @@ class _WeightedNLL(torch.autograd.Function):
                 if grads is not None:
                     part.mul_((weights[chunk] / sums)[:, None])
                     part[torch.arange(len(part), device=part.device), targets[chunk]] -= weights[chunk]
-                    grads.add(chunk, part, cast)
+                    grads.add(chunk, part if transform == PLAIN else part.mul_(slope), cast)
         if grads is not None:
             ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.mark_non_differentiable(is_best)
@@ -295,7 +325,7 @@ class _WeightedNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
         grads = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 class _WeightedJSD(torch.autograd.Function):
@@ -308,14 +338,16 @@ class _WeightedJSD(torch.autograd.Function):
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
+        teacher_transform: LogitTransform,
         targets: Tensor,
         weights: Tensor,
+        transform: LogitTransform,
         beta: float,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         hidden_dtype, product, needs = hidden.dtype, product_dtype(hidden), ctx.needs_input_grad[:3]
         hidden, cast, cast_bias = _cast(product, hidden, weight, bias)
-        teacher = _cast(product, teacher_hidden, teacher_weight, teacher_bias)
+        of_teacher, teacher_cast, teacher_bias = _cast(product, teacher_hidden, teacher_weight, teacher_bias)
         size = min(len(weight), len(teacher_weight))
         with torch.autocast(hidden.device.type, enabled=False):
             grads = _HeadGrads(hidden, weight, bias, hidden_dtype, needs) if any(needs) else None
@@ -324,15 +356,17 @@ class _WeightedJSD(torch.autograd.Function):
             is_best = torch.zeros_like(targets, dtype=torch.bool)
             # Fewer tokens at a time: there are logits of two models, their mixture, and a gradient.
             for chunk in _chunks(len(targets), 4 * max(len(weight), len(teacher_weight)), hidden.device):
-                student, other = (
-                    (_logits(*part)[:, :size] / temperature).log_softmax(dim=1)
-                    for part in ((hidden[chunk], cast, cast_bias), (teacher[0][chunk], *teacher[1:]))
-                )
+                student = _logits(hidden[chunk], cast, cast_bias, transform)[:, :size]
+                other = _logits(of_teacher[chunk], teacher_cast, teacher_bias, teacher_transform)[:, :size]
+                slope = transform.slope(student)
+                student, other = ((part / temperature).log_softmax(dim=1) for part in (student, other))
                 chosen = student.gather(1, targets[chunk, None]).squeeze(1)
                 logprobs[chunk], is_best[chunk] = chosen, chosen == student.amax(dim=1)
                 divergence[chunk], grad = generalized_jsd(other, student, beta)
                 if grads is not None:
                     grad *= weights[chunk, None] / temperature
+                    if transform != PLAIN:
+                        grad *= slope
                     grads.add(chunk, F.pad(grad, (0, len(weight) - size)), cast)
         if grads is not None:
             ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
@@ -343,7 +377,7 @@ class _WeightedJSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
         grads = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
-        return *grads, *(None,) * 7
+        return *grads, *(None,) * 9
 
 
 class _HeadGrads:

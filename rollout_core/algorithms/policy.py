@@ -31,7 +31,7 @@ from rollout_core.base.determinism import is_portable_here
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import Distillation, LearnerSettings
 from rollout_core.data.packing import Layout, PackedTokens, unpacked_rows, unshared
-from rollout_core.models.architecture import check_output_layer
+from rollout_core.models.architecture import logit_transform
 
 _TAUGHT = "_rollout_reads_alone"
 """Attribute of a feed-forward part that has these hooks: with them twice it would select from what it has selected."""
@@ -157,7 +157,7 @@ class Policy(PackedModel):
         super().__init__(model, packed=packed)
         self.values = values
         self.known_ids = known_ids
-        check_output_layer(model)
+        self.transform = logit_transform(model)
 
     def forward(
         self,
@@ -172,18 +172,20 @@ class Policy(PackedModel):
         with ``distill`` the divergence from a teacher."""
         predictors = self.hidden_states(batch, batch.predictors, batch.rows)
         layer = self.model.get_output_embeddings()
+        options: Any = {"transform": self.transform}
         if nll_weights is not None:
-            loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights)
+            loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights, **options)
             return NLLOutput(loss, is_best)
         if distill is not None:
-            options: Any = {"beta": distill.beta, "temperature": distill.temperature}
+            options |= {"beta": distill.beta, "temperature": distill.temperature}
             return weighted_jsd(
                 predictors, layer.weight, layer.bias, distill.teacher, batch.targets, distill.weights, **options
             )
+        options |= {"temperature": temperature, "entropy": entropy}
         weight, bias = layer.weight, layer.bias
         if self.known_ids is not None:
             weight, bias = weight[: self.known_ids], None if bias is None else bias[: self.known_ids]
-        found = target_logprobs(predictors, weight, bias, batch.targets, temperature=temperature, entropy=entropy)
+        found = target_logprobs(predictors, weight, bias, batch.targets, **options)
         return PolicyOutput(found.logprobs, found.entropy, found.is_best, self._values(batch, predictors))
 
     def _values(self, batch: PackedTokens, predictors: Tensor) -> Tensor | None:
@@ -208,7 +210,7 @@ class Teacher:
 
     def __init__(self, model: Any, settings: Distillation, learner: LearnerSettings, device: torch.device) -> None:
         """Takes ``model``, which is on ``device``, laid out as that of ``learner``. Collective."""
-        check_output_layer(model)
+        self._transform = logit_transform(model)
         model = model.eval().requires_grad_(False)
         self._trunk = shard(TeacherTrunk(model), learner, device)
         lay_out(model, learner)
@@ -220,7 +222,7 @@ class Teacher:
     @torch.no_grad()
     def target(self, batch: PackedTokens, weights: Tensor) -> DistillationTarget:
         """What it says of the targets of ``batch``, with the [M] ``weights`` of these in the loss. Collective."""
-        output = TeacherOutput(self._trunk(batch), self._weight, self._bias)
+        output = TeacherOutput(self._trunk(batch), self._weight, self._bias, self._transform)
         return DistillationTarget(output, weights, self._settings.beta, self._settings.temperature)
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,25 @@ from rollout_core.models.quantized import NF4Linear
 _TOKENS = 4
 _LARGEST_LOGIT = 100.0
 """A cap on logits shows in large ones."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys of configurations that give a cap."""
+
+
+class LogitTransform(NamedTuple):
+    """What a model makes of its output layer's product: cap * tanh(scale * product / cap), or scale * product."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """The logits; ``product`` may be overwritten."""
+        if self.scale != 1.0:
+            product *= self.scale
+        return product if self.cap is None else torch.tanh_(product.div_(self.cap)).mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of ``logits``, which this has made, by the product."""
+        return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap) ** 2)
 
 
 def check_trainable(model: Any) -> None:
@@ -34,7 +53,7 @@ def check_trainable(model: Any) -> None:
     if type(model).__name__.endswith("ForSequenceClassification"):
         check_score_head(model)
     else:
-        check_output_layer(model)
+        logit_transform(model)
 
 
 def check_score_head(model: Any) -> None:
@@ -44,9 +63,9 @@ def check_score_head(model: Any) -> None:
 
 
 @torch.no_grad()
-def check_output_layer(model: Any) -> None:
-    """Raises ConfigError unless logits are the output layer's own product with the trunk's last hidden states: the
-    trainer computes them so, and some models scale or cap them."""
+def logit_transform(model: Any) -> LogitTransform:
+    """How the model's logits follow from its output layer's own product with the trunk's last hidden states. Raises
+    ConfigError for a model that makes them in another way: the trainer computes them a chunk of tokens at a time."""
     layer = model.get_output_embeddings()
     name = type(model).__name__
     if layer is None or getattr(layer, "weight", None) is None:
@@ -69,16 +88,27 @@ def check_output_layer(model: Any) -> None:
             _standing_in(layer, multiply),
         ):
             found = model(input_ids=input_ids, use_cache=False).logits
-        plain = len(seen) == 1 and torch.equal(seen[0].float(), hidden) and torch.equal(found.float(), product)
+        is_own = len(seen) == 1 and torch.equal(seen[0].float(), hidden)
+        transform = _transform_of(model, product, found.float()) if is_own else None
     except (AttributeError, TypeError, IndexError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{name} is built in a way that the trainer does not know ({reason}); choose another"
         ) from error
-    if not plain:
+    if transform is None:
         raise ConfigError(
-            f"{name} changes its logits after the output layer, which the trainer cannot do; choose another model"
+            f"{name} makes its logits in another way than by its output layer, a factor and a cap, which the trainer "
+            "cannot do; choose another model"
         )
+    return transform
+
+
+def _transform_of(model: Any, product: Tensor, logits: Tensor) -> LogitTransform | None:
+    config = model.config.get_text_config()
+    caps = [cap for cap in (getattr(config, key, None) for key in _CAPS) if cap]
+    scale = float(logits.flatten()[-1]) / _LARGEST_LOGIT
+    known = [LogitTransform(), LogitTransform(scale), *(LogitTransform(cap=cap) for cap in caps)]
+    return next((one for one in known if torch.allclose(one(product.clone()), logits, rtol=1e-6, atol=0.0)), None)
 
 
 def _trunk(model: Any) -> nn.Module:

@@ -67,13 +67,13 @@ def read_tokenizer(folder: Path, *, generic: bool) -> Any:
 
 def build_model(kind: Any, config: Any) -> Any:
     """A model of a transformers class (``AutoModelForCausalLM``, say) as a configuration describes it."""
-    return kind.from_config(config, trust_remote_code=False)
+    return _attending(kind.from_config(config, trust_remote_code=False))
 
 
 def load_model(kind: Any, folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The model of a folder by a transformers class, from safetensors files alone, and what of it was found."""
     refuse_own_code(folder)
-    return kind.from_pretrained(
+    model, found = kind.from_pretrained(
         folder,
         output_loading_info=True,
         use_safetensors=True,
@@ -81,6 +81,15 @@ def load_model(kind: Any, folder: Path, **options: Any) -> tuple[Any, dict[str, 
         local_files_only=True,
         **options,
     )
+    return _attending(model), found
+
+
+def _attending(model: Any) -> Any:
+    """``model`` with attention that caps its logits where the configuration says so, as Gemma 2's does: torch's own
+    kernels, which transformers chooses for it, leave the cap out."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    return model
 
 
 def start_vllm(folder: Path, **options: Any) -> LLM:

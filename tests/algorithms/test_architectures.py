@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from updates import rows_of, sft_rows, sft_settings, update_context
 
+from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.layers import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.supervised import RewardModel, load_reward_model
 from rollout_core.base.errors import ConfigError
+from rollout_core.config import BudgetConfig
+from rollout_core.data.datasets import to_jsonl
 from rollout_core.data.packing import Document, pack
 from rollout_core.models.bounded.inspecting import check_training
-from rollout_core.models.pretrained import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
+from tests.rows import tokenize_sft
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -42,11 +47,11 @@ GPT2 = {
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PACKED = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox", "gpt2", "olmo2", "opt"]
-PACKED += ["mixtral", "qwen2_moe", "qwen3_moe"]
-PADDED = ["gpt_oss", "bloom", "nemotron"]
-"""Attention with sinks or ALiBi, and layers that do not hand on what they are given."""
-REFUSED = ["gemma2", "cohere"]
-"""They cap or scale their logits."""
+PACKED += ["mixtral", "qwen2_moe", "qwen3_moe", "cohere", "cohere2", "granite", "granitemoe"]
+PADDED = ["gpt_oss", "bloom", "nemotron", "gemma2", "recurrent_gemma"]
+"""Attention with sinks, ALiBi or a cap, layers that do not hand on what they are given, and recurrent ones."""
+REFUSED = ["minicpm3"]
+"""It scales what goes into its output layer."""
 PARTLY = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "olmo2", "qwen2_moe", "qwen3_moe"]
 """Their last layer is attention and then a feed-forward part, which is computed where its output is read."""
 DOCUMENTS = [Document(list(range(3, 12))), Document([5, 6, 7], [[7, 8, 9], [20, 21]]), Document([4, 9, 8, 7])]
@@ -99,7 +104,7 @@ def test_a_model_that_training_refuses_is_refused_by_the_plan_in_the_same_words(
     make(kind, folder)
     told = []
     for look in (lambda: check_training(folder, is_reward_model=False), lambda: Policy(load_causal_lm(folder))):
-        with pytest.raises(ConfigError, match="changes its logits after the output layer") as caught:
+        with pytest.raises(ConfigError, match="makes its logits in another way than by its output layer, a") as caught:
             look()
         told.append(str(caught.value))
     assert told[0] == told[1]
@@ -148,3 +153,33 @@ def test_the_last_layer_is_computed_where_it_is_read_with_the_gradients_of_the_w
     found = read_of(policy, seen)
     assert seen[:2] == [4, 2] and set(seen) == {4, 2}, "of 25 and 34 tokens those that predict a target"
     torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+def test_a_step_of_a_model_that_changes_its_logits_is_that_of_plain_torch(
+    kind: str, folder: Path, tiny_model: Path, tmp_path: Path
+):
+    tokenizer = load_tokenizer(tiny_model)
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": len(tokenizer), "final_logit_softcapping": 2.0, "logits_scaling": 3.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows, place = sft_rows(8), update_context(tmp_path)
+    settings = sft_settings(budget=BudgetConfig(max_steps=1), max_tokens_per_microbatch=24)
+    dataset = place.objects.put_bytes(to_jsonl(rows))
+    checkpoint, _ = sft_update(place.objects.put_tree(folder), dataset, settings, place)
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    examples, _ = tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=64)
+    losses = []
+    for example in examples:
+        ids, trained = torch.tensor([example.token_ids]), torch.tensor(example.trained[1:])
+        losses.append(
+            torch.nn.functional.cross_entropy(plain(ids).logits[0, :-1], ids[0, 1:], reduction="none")[trained]
+        )
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
+    [row] = rows_of(checkpoint, place.objects)
+    assert (row["loss"], row["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-5)

@@ -19,7 +19,7 @@ from rollout_core.algorithms.policy_losses import kl_estimate
 from rollout_core.algorithms.state import TrainState
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig, OptimizerConfig
-from rollout_core.models.architecture import with_lora
+from rollout_core.models.architecture import LogitTransform, with_lora
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 
 PROMPTS = [[3, 4, 5], [3, 4, 5], [6, 7]]
@@ -47,6 +47,10 @@ def test_it_is_that_of_arithmetic_by_hand():
     # At temperature 1/2 the second distribution is (1/10, 9/10).
     colder = token_divergence(ones, ones, p, q, torch.tensor([0, 1]), temperature=0.5).kl
     assert float(colder[0]) == pytest.approx(0.5 * math.log(5) + 0.5 * math.log(5 / 9), abs=1e-6)
+    # The second model doubles its logits, the first one, whose logits are 0, caps them.
+    transforms = LogitTransform(cap=1.0), LogitTransform(scale=2.0)
+    doubled = token_divergence(ones, ones, p, q, torch.tensor([0, 1]), temperature=1.0, transforms=transforms).kl
+    assert torch.allclose(doubled, colder, atol=1e-6)
 
 
 def reference_kl(model: Path, other: Path, temperature: float) -> list[torch.Tensor]:

@@ -12,23 +12,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
+from updates import sft_settings
 
 from rollout_core.algorithms.output_layer import target_logprobs, weighted_nll
-from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.policy import Policy, Teacher
 from rollout_core.algorithms.supervised import RewardModel, score_sequences
 from rollout_core.base.errors import ConfigError
+from rollout_core.config import Distillation, ModelSource
 from rollout_core.data.packing import Document, pack, pack_completions, unpacked_rows
+from rollout_core.models.architecture import LogitTransform
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SFT_SETTINGS = sft_settings()
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, **HEADS),
@@ -50,6 +58,24 @@ CONFIGS = {
             "long_factor": [1.5, 3.0, 6.0, 9.0],
         },
     ),
+    "deepseek_v3, values of another width": DeepseekV3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        first_k_dense_replace=2,
+    ),
+    # Logits of these tiny models go beyond 10.
+    "gemma2, capped logits": Gemma2Config(
+        **SIZES, **HEADS, final_logit_softcapping=3.0, attn_logit_softcapping=0.5, sliding_window=6
+    ),
+    "gemma3, capped logits": Gemma3TextConfig(**SIZES, **HEADS, final_logit_softcapping=3.0, sliding_window=6),
+    "granite, divided logits": GraniteConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, logits_scaling=6.0),
+    "cohere, scaled logits": CohereConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, logit_scale=0.3),
     "gpt2": GPT2Config(
         vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
@@ -80,19 +106,26 @@ def documents(seed: int = 0) -> list[Document]:
     ]
 
 
-def plain_logprobs(model, items: list[Document]) -> list[torch.Tensor]:
-    """One tensor a row: log-probabilities of its targets, each row alone through the model as transformers has it."""
+def plain_rows(model, items: list[Document]) -> list[torch.Tensor]:
+    """One tensor a row: the logits of its targets, each row alone through the model as transformers has it."""
     rows = []
     for item in items:
         for branch in item.branches or [None]:
             ids = torch.tensor([[*item.prefix, *(branch or ())]])
-            logprobs = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+            logits = model(input_ids=ids).logits[0]
             if branch is None:
                 chosen = [t for t in range(1, ids.shape[1]) if item.trained is None or item.trained[t]]
             else:
                 chosen = list(range(len(item.prefix), ids.shape[1]))
-            rows.append(torch.stack([logprobs[t - 1, ids[0, t]] for t in chosen]))
+            rows.append(logits[torch.tensor(chosen) - 1])
     return rows
+
+
+def plain_logprobs(model, items: list[Document]) -> list[torch.Tensor]:
+    """One tensor a row: log-probabilities of its targets."""
+    targets = torch.split(pack(items).targets, [len(row) for row in plain_rows(model, items)])
+    rows = [torch.log_softmax(row, -1) for row in plain_rows(model, items)]
+    return [row.gather(1, chosen[:, None]).squeeze(1) for row, chosen in zip(rows, targets, strict=True)]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -100,7 +133,7 @@ def plain_logprobs(model, items: list[Document]) -> list[torch.Tensor]:
 def test_logprobs_and_gradients_equal_a_plain_pass_over_each_row(kind, packed):
     plain = make_model(kind)
     policy = Policy(copy.deepcopy(plain), packed=packed)
-    assert policy.packed is packed
+    assert policy.packed is (packed and not kind.startswith("gemma2"))
     batch = pack(documents())
     expected = plain_logprobs(plain, documents())
     found = policy(batch).logprobs
@@ -117,16 +150,45 @@ def test_logprobs_and_gradients_equal_a_plain_pass_over_each_row(kind, packed):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4), name
 
 
-def test_a_model_that_caps_its_attention_runs_padded_and_one_that_caps_its_logits_is_refused():
-    config = Gemma2Config(**SIZES, **HEADS, final_logit_softcapping=None)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    policy = Policy(copy.deepcopy(model))
-    assert not policy.packed
-    batch = pack(documents())
-    assert torch.allclose(policy(batch).logprobs, torch.cat(plain_logprobs(model, documents())), atol=1e-5)
-    capped = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, **HEADS)).eval()
-    with pytest.raises(ConfigError, match="changes its logits after the output layer"):
-        Policy(capped)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if "logits" in kind])
+def test_what_a_model_makes_of_its_output_layers_product_is_in_every_loss(kind):
+    """Loss and gradient are those of plain torch, from the logits that the model itself gives."""
+    plain, teacher = make_model(kind), make_model(kind)
+    for parameter in teacher.parameters():
+        parameter.data.mul_(0.9)
+    items, batch = documents(), pack(documents())
+    weights = torch.rand(batch.num_targets)
+    rows = torch.cat(plain_rows(plain, items))
+    others = torch.cat(plain_rows(teacher, items)).detach()
+    logprobs, targets = torch.log_softmax(rows, -1), batch.targets[:, None]
+    chosen = logprobs.gather(1, targets).squeeze(1)
+    cold = torch.log_softmax(rows / 0.7, -1)
+    expected = {
+        "summed": -(weights * chosen).sum(),
+        "by token": (weights * chosen).sum(),
+        "at a temperature": (weights * cold.gather(1, targets).squeeze(1)).sum(),
+        "entropy": -(weights[:, None] * cold.exp() * cold).sum(),
+        "distilled": (weights[:, None] * others.softmax(-1) * (others.log_softmax(-1) - logprobs)).sum(),
+    }
+    policy = Policy(copy.deepcopy(plain))
+    taught = Teacher(
+        teacher, Distillation(teacher=ModelSource(uri="x"), beta=0.0), SFT_SETTINGS, torch.device("cpu")
+    ).target(batch, weights)
+    losses = {
+        "summed": lambda: policy(batch, nll_weights=weights).loss,
+        "by token": lambda: (weights * policy(batch).logprobs).sum(),
+        "at a temperature": lambda: (weights * policy(batch, temperature=0.7).logprobs).sum(),
+        "entropy": lambda: (weights * policy(batch, temperature=0.7, entropy=True).entropy).sum(),
+        "distilled": lambda: policy(batch, distill=taught).loss,
+    }
+    for name, loss in losses.items():
+        own = torch.autograd.grad(found := loss(), list(policy.model.parameters()))
+        theirs = torch.autograd.grad(expected[name], list(plain.parameters()), retain_graph=True)
+        assert found.item() == pytest.approx(expected[name].item(), rel=1e-5, abs=1e-6), name
+        norms = [float(torch.stack([grad.norm() for grad in grads]).norm()) for grads in (own, theirs)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5, abs=1e-6), name
+        for mine, other in zip(own, theirs, strict=True):
+            assert torch.allclose(mine, other, atol=1e-5, rtol=1e-4), name
 
 
 def test_the_model_is_saved_as_it_came(tmp_path, tiny_model):
@@ -208,12 +270,17 @@ def head_inputs(bias: bool) -> tuple:
     return hidden, weight, torch.randn(5, **options) if bias else None, torch.randint(0, 5, (7,))
 
 
+TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(cap=1.5)]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_target_logprobs_and_entropy_against_torch_and_by_gradcheck(chunked, bias, temperature):
+def test_target_logprobs_and_entropy_against_torch_and_by_gradcheck(chunked, bias, temperature, transform):
     hidden, weight, offset, targets = head_inputs(bias)
-    found = target_logprobs(hidden, weight, offset, targets, temperature=temperature, entropy=True)
-    logits = torch.nn.functional.linear(hidden, weight, offset) / temperature
+    options = {"transform": transform, "temperature": temperature, "entropy": True}
+    found = target_logprobs(hidden, weight, offset, targets, **options)
+    logits = transformed(torch.nn.functional.linear(hidden, weight, offset), transform) / temperature
     expected = torch.distributions.Categorical(logits=logits)
     assert torch.allclose(found.logprobs, expected.log_prob(targets), atol=1e-12)
     assert torch.allclose(found.entropy, expected.entropy(), atol=1e-12)
@@ -221,26 +288,31 @@ def test_target_logprobs_and_entropy_against_torch_and_by_gradcheck(chunked, bia
     inputs = [item for item in (hidden, weight, offset) if item is not None]
 
     def both(*given):
-        out = target_logprobs(
-            given[0], given[1], given[2] if bias else None, targets, temperature=temperature, entropy=True
-        )
+        out = target_logprobs(given[0], given[1], given[2] if bias else None, targets, **options)
         return out.logprobs, out.entropy
 
     assert torch.autograd.gradcheck(both, inputs)
 
 
+def transformed(product: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
+    return product * transform.scale if transform.cap is None else transform.cap * torch.tanh(product / transform.cap)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_weighted_nll_is_minus_the_weighted_logprobs(chunked, bias):
+def test_weighted_nll_is_minus_the_weighted_logprobs(chunked, bias, transform):
     hidden, weight, offset, targets = head_inputs(bias)
     weights = torch.rand(7, dtype=torch.float64)
-    loss, is_best = weighted_nll(hidden, weight, offset, targets, weights)
-    found = target_logprobs(hidden, weight, offset, targets)
+    loss, is_best = weighted_nll(hidden, weight, offset, targets, weights, transform=transform)
+    found = target_logprobs(hidden, weight, offset, targets, transform=transform)
     assert torch.allclose(loss, -(weights * found.logprobs).sum(), atol=1e-12)
     assert is_best.tolist() == found.is_best.tolist()
     inputs = [item for item in (hidden, weight, offset) if item is not None]
-    assert torch.autograd.gradcheck(
-        lambda *given: weighted_nll(given[0], given[1], given[2] if bias else None, targets, weights)[0], inputs
-    )
+
+    def nll(*given):
+        return weighted_nll(given[0], given[1], given[2] if bias else None, targets, weights, transform=transform)[0]
+
+    assert torch.autograd.gradcheck(nll, inputs)
 
 
 class Products(TorchDispatchMode):

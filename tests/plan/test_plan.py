@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
+from transformers import MiniCPM3Config, MiniCPM3ForCausalLM, PreTrainedTokenizerFast
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes
@@ -501,11 +501,11 @@ def test_rows_longer_than_max_seq_len_are_told_and_rows_without_a_target_are_ref
 
 @pytest.mark.parametrize("kind", ["train-sft", "train-ppo", "train-grpo"])
 def test_a_model_that_the_trainer_cannot_do_is_refused_by_the_plan(work: Path, kind: str):
-    config = {"vocab_size": 262, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    config = {"vocab_size": 262, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    Gemma2ForCausalLM(Gemma2Config(**config, **heads)).save_pretrained(work / "model")
+    MiniCPM3ForCausalLM(MiniCPM3Config(**config, **heads)).save_pretrained(work / "model")
     message = refusal(kind, work)
-    assert message.startswith("algorithm: Gemma2ForCausalLM changes its logits after the output layer")
+    assert message.startswith("algorithm: MiniCPM3ForCausalLM makes its logits in another way than by its output layer")
 
 
 def test_a_chat_template_that_asks_for_the_date_is_told(work: Path):
