@@ -205,10 +205,25 @@ def test_all_problems_of_a_file_are_shown_together():
 
 
 def test_at_most_twenty_problems_are_collected():
+    rows = [{"prompt": "a", "tools": []}, *({chr(ord("b") + number): "a"} for number in range(24))]
     with pytest.raises(DataError) as caught:
-        parse_prompts(lines(*[{"promt": "a"}] * 50), "in.jsonl")
+        parse_prompts(lines(*rows), "in.jsonl")
     assert len(caught.value.violations) == MAX_VIOLATIONS
     assert str(caught.value).splitlines()[-1] == "stopped at 20 problems; there may be more"
+
+
+@pytest.mark.parametrize(
+    ("rows", "first"),
+    [
+        ([b'{"promt": "a"}\n'] * 50, "needs prompt or messages; did you mean 'prompt' by 'promt'?"),
+        ([b'{"prompt": "%s\xfc"}\n' % (b"a" * number) for number in range(50)], "not valid UTF-8 at byte 13"),
+        ([b'{"prompt": %d}\n' % number for number in range(50)], "prompt: expected a string, got 0"),
+    ],
+)
+def test_one_problem_of_many_rows_is_said_once(rows: list[bytes], first: str):
+    with pytest.raises(DataError) as caught:
+        parse_prompts(b"".join(rows), "in.jsonl")
+    assert caught.value.violations == (f"in.jsonl:1: {first} (and 19 more like it, the last at in.jsonl:20)",)
 
 
 def test_rows_built_in_code_are_checked_too():
@@ -266,15 +281,14 @@ def test_a_folder_or_an_unreadable_file_is_an_error(tmp_path: Path):
 
 def test_rows_stream_up_to_the_first_problem_and_then_all_problems_are_raised(tmp_path: Path):
     (tmp_path / "1.jsonl").write_bytes(lines({"prompt": "a"}, {"prompt": "b"}, 5, {"prompt": "c"}))
-    (tmp_path / "2.jsonl").write_bytes(lines({"prompt": "d"}, 6))
+    (tmp_path / "2.jsonl").write_bytes(lines({"prompt": "d"}, {"promt": "e"}, 6))
     rows = iter_prompts("*.jsonl", base=tmp_path)
     assert [next(rows).prompt, next(rows).prompt] == ["a", "b"]
     with pytest.raises(DataError) as caught:
         next(rows)
-    assert [line.split(": ")[0] for line in caught.value.violations] == [
-        f"{tmp_path}/1.jsonl:3",
-        f"{tmp_path}/2.jsonl:2",
-    ]
+    first, other = caught.value.violations
+    assert first.startswith(f"{tmp_path}/1.jsonl:3: expected a JSON object, got 5 (and 1 more like it, the last at ")
+    assert first.endswith("/2.jsonl:3)") and other.startswith(f"{tmp_path}/2.jsonl:2: needs prompt")
 
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------

@@ -227,6 +227,34 @@ def test_conversations_are_demonstrations_where_they_end_with_an_answer_and_else
     assert "not found here: a file of rows" in rollout("init", "sft")
 
 
+ASKED, ANSWER = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "batch"])
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": [ASKED, ANSWER]}, "the conversations of rows.jsonl end with the assistant's message; a prompt"),
+        ({"prompt": [ASKED, ANSWER]}, "the conversations of rows.jsonl end with the assistant's message; a prompt"),
+        (
+            {"conversations": [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]},
+            "the conversations of rows.jsonl end with the assistant's message; a prompt ends before the answer",
+        ),
+        (
+            {"instruction": "Add.", "input": "2 2", "output": "4"},
+            "rows.jsonl has input, instruction, output; --data rows.jsonl takes instruction and input as the prompt",
+        ),
+    ],
+)
+def test_rows_with_answers_are_no_prompts_and_the_note_says_so(tmp_path: Path, monkeypatch, kind: str, row, why: str):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    written = rollout("init", kind)
+    assert "rows data/train.jsonl\n" in written and f"note: {why}" in written
+    if "--data" in why:
+        assert "rows rows.jsonl\n" in rollout("init", kind, "--force", "--data", "rows.jsonl")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_first_configuration_is_one_of_its_kind(kind: str, project: Path):
     written = rollout("init", kind)

@@ -13,6 +13,7 @@ import difflib
 import glob
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from datetime import timedelta
 from decimal import Decimal
@@ -433,21 +434,31 @@ def parse_documents(
     ``reading`` takes rows to our names first, and raises ConfigError where the rows have none of a column it names.
     """
     reading = reading or Reading()
-    violations: list[str] = []
+    violations: list[tuple[str, str]] = []
     for name, number, document in documents:
         try:
             row = _parse(document, model, reading, f"{name}{number}")
             if row is not None and not violations:
                 yield name, number, row
         except (ValueError, RecursionError) as error:
-            violations += [f"{name}{number}: {reason}" for reason in _reasons(error)]
+            violations += [(f"{name}{number}", reason) for reason in _reasons(error)]
         if len(violations) >= MAX_VIOLATIONS:
             break
     reading.check_columns()
     if violations:
-        first = violations[:MAX_VIOLATIONS]
+        found = list(_once(violations[:MAX_VIOLATIONS]))
         more = [f"stopped at {MAX_VIOLATIONS} problems; there may be more"] if len(violations) >= MAX_VIOLATIONS else []
-        raise DataError("\n".join([*first, *more]), first)
+        raise DataError("\n".join([*found, *more]), found)
+
+
+def _once(violations: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Each kind of problem once, with its first place and its last; values and positions make no other kind."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for place, reason in violations:
+        kinds.setdefault(re.sub(r"\d+", "0", reason.partition(", got ")[0]), []).append((place, reason))
+    for (place, reason), *others in kinds.values():
+        again = f" (and {len(others)} more like it, the last at {others[-1][0]})" if others else ""
+        yield f"{place}: {reason}{again}"
 
 
 def _parse(document: bytes | dict[str, Any], model: type[RowT], reading: Reading, place: str) -> RowT | None:

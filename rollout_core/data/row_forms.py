@@ -110,6 +110,11 @@ def _sharegpt(document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, A
     return {target: messages, **document}
 
 
+def role_of(speaker: Any) -> Any:
+    """The role of who speaks in a turn, by ShareGPT's names or ours; None where nobody is known by that name."""
+    return _ROLES.get(speaker) if isinstance(speaker, str) else None
+
+
 def _messages(key: str, turns: Any) -> list[Any]:
     if not isinstance(turns, list):
         raise ValueError(f"{key}: expected a list of objects with from and value, got {shown(turns)}")

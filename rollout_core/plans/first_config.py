@@ -183,6 +183,13 @@ def _near_misses(needed: Sequence[str], found: Surroundings) -> Iterator[str]:
             table = "" if output == "output" else f" and columns = {{ output = {_quoted(output)} }}"
             joins = "which joins the input to the instruction"
             yield f'{columns}; give it as a data set with format = "alpaca"{table}, {joins}'
+        elif needed == ("prompt",) and file.is_answered:
+            yield (
+                f"the conversations of {file.path} end with the assistant's message; a prompt ends before the answer, "
+                'which may stand beside it as "answer"'
+            )
+        elif needed == ("prompt",) and file.format == "alpaca":
+            yield f'{columns}; --data {file.path} takes instruction and input as the prompt (format = "alpaca")'
         else:
             yield f"{columns}; rows need {', '.join(needed)}"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.files import FILES_OF_ROWS, ending, first_document, is_array, local_file
+from rollout_core.data.row_forms import role_of
 from rollout_core.models.gguf_header import parts_of, read_header
 from rollout_core.models.locating import is_gguf
 
@@ -89,9 +90,15 @@ def look_around(folder: Path) -> Surroundings:
 def row_file(path: Path, name: str) -> RowFile:
     """The file at ``path``, called ``name`` in the configuration; without keys where it cannot be read."""
     row = (_first_row(path, name) if path.is_file() else None) or {}
-    messages = row.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return RowFile(name, frozenset(row), last.get("role") == "assistant" if isinstance(last, dict) else None)
+    return RowFile(name, frozenset(row), _is_answered(row))
+
+
+def _is_answered(row: dict[str, Any]) -> bool | None:
+    messages = next((row[key] for key in ("messages", "prompt", "conversations") if isinstance(row.get(key), list)), [])
+    last = messages[-1] if messages else None
+    if not isinstance(last, dict):
+        return None
+    return role_of(last.get("from", last.get("role"))) == "assistant"
 
 
 def model_folder(path: Path, name: str) -> ModelFolder:
