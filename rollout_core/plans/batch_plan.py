@@ -165,7 +165,7 @@ def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> No
 
 
 def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
-    """Tell how many samples will fail for their prompts, if some will."""
+    """Tell how many samples will fail for their prompts, if some will; more than the run may have are a violation."""
     if plan.tokenizer is None:
         return
     found = plan.check("input.glob", lambda: try_prompts(plan.tokenizer, rows.sampled))
@@ -175,8 +175,20 @@ def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
     token_ids, refused = found
     limit = context_limit(config.backend) or plan.max_positions
     problems = [length_problem(len(ids), config.sampling.max_tokens, limit) for ids in token_ids]
+    too_long = [problem for problem in problems if problem]
     _tell(plan, "prompts refused", list(refused.values()), rows)
-    _tell(plan, "prompts too long", [problem for problem in problems if problem], rows)
+    _tell(plan, "prompts too long", too_long, rows)
+    will_fail, allowed = [*too_long, *refused.values()], config.failures.max_share
+    if len(will_fail) > allowed * rows.count:
+        plan.violations.append(
+            f"failures.max_share: {len(will_fail)} of {rows.count} prompts will fail, more than {allowed:g} allows; "
+            f"such as: {will_fail[0]}. Mend the input, or raise the limit"
+        )
+    elif len(will_fail) > allowed * len(rows.sampled):
+        plan.facts["failures"] = (
+            f"{len(will_fail)} of {len(rows.sampled)} prompts looked at: the run may fail, as failures.max_share is "
+            f"{allowed:g}"
+        )
 
 
 def _tell(plan: Plan, what: str, problems: Sequence[str], rows: _Rows) -> None:

@@ -57,8 +57,10 @@ from rollout_core.models.locating import describe, mark_of_source
 from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.resources import (
+    Left,
     States,
     disk_needs,
+    left_behind,
     memory_needs,
     row_tokens,
     states_of,
@@ -88,6 +90,8 @@ class LearnerPlan(Plan):
     """By the keys of learners, how many parameters `training_of` takes to have adapters, or to be cut."""
     _forms: dict[str, CallForm] = field(default_factory=dict)
     """How the users' reward functions that were loaded are called, by their names."""
+    _left: Left = field(default_factory=Left)
+    """What the learners that were looked at leave on the disk."""
     run_name: str = ""
     keeps_last: bool = False
     """Whether its run keeps only the last training state."""
@@ -169,7 +173,8 @@ class LearnerPlan(Plan):
     def resources(
         self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, states: States, **models: int
     ) -> None:
-        """An estimate of memory and disk; an error only where the certain part of it exceeds all there is.
+        """An estimate of memory and disk, with what earlier updates of the run leave there; an error only where the
+        certain part of it exceeds all there is.
 
         ``what`` is the key of the learner, which `learner` has looked at; ``models`` as of `training_of`.
         """
@@ -178,11 +183,13 @@ class LearnerPlan(Plan):
         training = training_of(settings, sequence_tokens, **self._counted.get(what, {}), **models)
         url = "" if self.objects is None else self.objects.url
         folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
-        found = disk_needs(self.model_facts.size, training, folder, states)
+        size, before = self.model_facts.size, self._left
+        found = disk_needs(size, training, folder, states, before)
         if folder is not None and self.objects is not None and any(need.problem for need in found):
             states = replace(states, stored_bytes=stored_states(self.objects, self.run_name, settings))
-            found = disk_needs(self.model_facts.size, training, folder, states)
-        needs = ([] if "learning" in self.placed else memory_needs(self.model_facts.size, training)) + found
+            found = disk_needs(size, training, folder, states, before)
+        self._left = left_behind(size, training, states, before, keeps_last=self.keeps_last)
+        needs = ([] if "learning" in self.placed else memory_needs(size, training)) + found
         resources = self.facts.setdefault(RESOURCES, {}) if needs else {}
         for need in needs:
             resources[f"{name} {need.what} (estimate)"] = need.text

@@ -255,14 +255,36 @@ def states_of(
     return States(ends=stored, most=most, more_by=more_by or None, models=1 + apart, held=held)
 
 
-def disk_needs(model: ModelSize, training: Training, folder: Path | None, states: States) -> list[Need]:
-    """Disk that a run takes in ``folder``, that of its object store if it has one, and for states that are not stored,
-    beside what is free. A problem where what stays for certain does not fit."""
-    needs = [] if folder is None else [_stored_need(model, training, folder, states)]
-    return [*needs, _held_need(model, training, folder, states)] if states.held else needs
+@dataclass(frozen=True)
+class Left:
+    """Bytes that the earlier updates of a run leave in its object store."""
+
+    certain: int = 0
+    """That are there whatever comes."""
+    most: int = 0
+    """That may be there while the next update runs."""
 
 
-def _held_need(model: ModelSize, training: Training, folder: Path | None, states: States) -> Need:
+def left_behind(model: ModelSize, training: Training, states: States, before: Left, *, keeps_last: bool) -> Left:
+    """What an update leaves beside what was there before it; with ``keeps_last`` only its model stays for certain."""
+    state, models = state_bytes(model, training), states.models * model.weight_bytes
+    most = states.most * state + models
+    if not keeps_last:
+        return Left(before.certain + states.ends * state + models, before.most + most)
+    return Left(before.certain + model.weight_bytes, before.certain + most)
+
+
+def disk_needs(
+    model: ModelSize, training: Training, folder: Path | None, states: States, before: Left = Left()
+) -> list[Need]:
+    """Disk that an update takes in ``folder``, that of its object store if it has one, and for states that are not
+    stored, together with what those ``before`` it leave, beside what is free. A problem where what stays for certain
+    does not fit."""
+    needs = [] if folder is None else [_stored_need(model, training, folder, states, before)]
+    return [*needs, _held_need(model, training, folder, states, before)] if states.held else needs
+
+
+def _held_need(model: ModelSize, training: Training, folder: Path | None, states: States, before: Left) -> Need:
     sweep_scratch()  # what a killed run has held is no longer in the way
     place, state = Path(tempfile.gettempdir()), state_bytes(model, training)
     held, free = states.held * state, free_disk(place)
@@ -270,7 +292,8 @@ def _held_need(model: ModelSize, training: Training, folder: Path | None, states
     text = f"{readable(held)} in {place} (TMPDIR) for {states.held} training states that are not stored"
     if folder is not None and _device(folder) == _device(place):
         models = states.models * model.weight_bytes
-        most, least, free = states.most * state + models, states.ends * state + models, free + states.stored_bytes
+        most, least = states.most * state + models + before.most, states.ends * state + models + before.certain
+        free += states.stored_bytes
         text += f", beside {readable(most)} of the object store"
     text += f"; free {readable(free)}" + (" (may not fit)" if most + held > free else "")
     seconds = stop_seconds()
@@ -287,21 +310,24 @@ def _held_need(model: ModelSize, training: Training, folder: Path | None, states
     return Need("temporary disk", text, problem if certain > free and checks_disk() else None)
 
 
-def _stored_need(model: ModelSize, training: Training, folder: Path, states: States) -> Need:
+def _stored_need(model: ModelSize, training: Training, folder: Path, states: States, before: Left) -> Need:
     state, free = state_bytes(model, training), free_disk(folder) + states.stored_bytes
     models = states.models * model.weight_bytes
     most, least = states.most * state + models, states.ends * state + models
     named = "the model" if states.models == 1 else f"{states.models} models of {readable(model.weight_bytes)}"
     size = f"{readable(most)} for {states.most} training states of {readable(state)} and {named}"
     text = f"up to {size}" if states.more_by is None else f"{size}, and more as {states.more_by} asks for more states"
+    text += f", beside {readable(before.most)} of the updates before" if before.most else ""
     text += f", of which {readable(states.stored_bytes)} are there" if states.stored_bytes else ""
-    text += f"; free {readable(free)}" + (" (may not fit)" if most > free else "")
+    text += f"; free {readable(free)}" + (" (may not fit)" if most + before.most > free else "")
     kept = "a training state" if states.ends == 1 else f"{states.ends} training states"
+    beside = f", beside {readable(before.certain)} that the updates before it leave" if before.certain else ""
     problem = (
-        f"the model and {kept} take {readable(least)}, but the object store in {folder} has "
+        f"the model and {kept} take {readable(least)}{beside}, but the object store in {folder} has "
         f"{readable(free)} free; make room (`rollout storage gc`), choose another place, or set ROLLOUT_DISK_CHECK=off"
     )
-    return Need("disk", text, problem if least > free and checks_disk() else None)
+    certain = least + (before.certain if before.certain <= free else 0)  # otherwise an earlier problem says so
+    return Need("disk", text, problem if certain > free and checks_disk() else None)
 
 
 def training_of(

@@ -20,13 +20,17 @@ from rollout_core.store.connections import Connections
 from tests.plan.planning import CHAT, LONG, cache_hub_model, document, jsonl, plan, refusal
 
 
-def test_prompts_that_will_fail_are_counted_and_stop_nothing(work: Path):
+def test_prompts_that_will_fail_are_counted_and_more_than_may_fail_are_refused(work: Path):
     jsonl(work / "prompts.jsonl", {"prompt": "sort 1 ="}, {"prompt": LONG}, {"prompt": ""})
-    facts = plan("infer-batch", work)
+    assert refusal("infer-batch", work).startswith(
+        "failures.max_share: 2 of 3 prompts will fail, more than 0.1 allows; such as: 602 tokens + sampling.max_tokens "
+    )
+    assert "failures" not in plan("infer-batch", work, failures__max_share=2 / 3)
+    facts = plan("infer-batch", work, failures__max_share=1.0)
     assert facts["prompts too long"].startswith("1, which will fail, such as: 602 tokens + sampling.max_tokens 16")
     assert facts["prompts refused"].startswith("1, which will fail, such as: has no tokens")
-    assert plan("infer-batch", work, backend__max_model_len=17)["prompts too long"].startswith("2, which")
-    assert plan("infer-batch", work, sampling__max_tokens=254)["prompts too long"].startswith("2, which")
+    for change in ({"backend__max_model_len": 17}, {"sampling__max_tokens": 254}):
+        assert plan("infer-batch", work, **change, failures__max_share=1.0)["prompts too long"].startswith("2, which")
 
 
 def test_rows_that_were_just_read_are_not_read_again(work: Path, monkeypatch: pytest.MonkeyPatch):
@@ -53,6 +57,10 @@ def test_of_many_prompts_some_are_looked_at(work: Path, monkeypatch: pytest.Monk
     assert fresh["inputs"] == 1000
     count, _, rest = fresh["prompts too long"].partition(" ")
     assert 10 < int(count) < 40 and rest.startswith("of 50 looked at, which will fail")
+    assert fresh["failures"] == f"{count} of 50 prompts looked at: the run may fail, as failures.max_share is 0.1"
+    assert refusal("infer-batch", work, failures__max_share=0.01).startswith(
+        f"failures.max_share: {count} of 1000 prom"
+    )
     # The same, once the rows were imported.
     objects = ObjectStore.from_url(str(work / "objects"))
     prompts = open_prompts(InputGlob(glob="prompts.jsonl"), work, objects)
