@@ -22,10 +22,14 @@ from deployments.supervision import give_back, runs_of
 from rollout_core.base.garbage import collect_seldom
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     import anyio.abc
     from prefect.client.schemas.objects import FlowRun
 
 LOOK_SECONDS = 0.2
+REFUSED = 3
+"""Exit status of `deployments.parameters` where a run's are wrong."""
 
 
 class DrainingWorker(ProcessWorker):
@@ -44,6 +48,8 @@ class DrainingWorker(ProcessWorker):
         self._is_draining = False
         self._in_hand = 0
         """Runs whose `run` has not returned."""
+        self._checks: dict[UUID, asyncio.Task[bool]] = {}
+        """Of the parameters of runs that the server let wait, once for each."""
         self.has_left_runs = False
         """Some could not be handed back; the supervisor, which knows them, tries again."""
 
@@ -78,6 +84,32 @@ class DrainingWorker(ProcessWorker):
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         return [] if self._is_draining else await super().get_and_submit_flow_runs()
+
+    async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
+        """Where the server has a run wait for its place, its parameters are checked meanwhile."""
+        check = self._checks.get(flow_run.id)
+        if check is not None and (not check.done() or (not check.cancelled() and check.result())):
+            return False  # a proposal would have a run wait again that has just failed
+        is_its_turn = await super()._propose_pending_state(flow_run)
+        if not is_its_turn and check is None:
+            self._checks[flow_run.id] = asyncio.create_task(self._refuses(flow_run.id))
+        return is_its_turn
+
+    async def _refuses(self, run_id: UUID) -> bool:
+        """Have a run fail whose parameters are wrong; whether they are."""
+        # In a process of its own: what flows import would stay in this one.
+        command = [sys.executable, "-P", "-m", "deployments.parameters", str(run_id)]
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        try:
+            _, said = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        if process.returncode not in (0, REFUSED):
+            last = said.decode(errors="replace").strip().rpartition("\n")[2]
+            self._logger.info("the parameters of flow run %s could not be checked: %s", run_id, last)
+        return process.returncode == REFUSED
 
     async def run(
         self,

@@ -14,6 +14,7 @@ from prefect import flow
 from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
 from flows.keeping import file_state, keeping
+from flows.recording import record_refusal
 from flows.report import (
     PAGE,
     Curve,
@@ -79,7 +80,7 @@ class AgentIteration:
     checkpoint: Checkpoint
 
 
-@flow(name="train-agent", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-agent", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_agent(config: TrainAgentConfig) -> TrainedAgent:
     """Train the model behind an agent by GRPO or PPO on what the agent does, and evaluate it on held-out tasks."""
     config = retry(lambda: with_whole_ids(config, working_folder(), objects))

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from flows.flow_run import recompute_missing, through_stderr
+from flows.recording import record_refusal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig, WorkersConfig
 from rollout_core.inference.batch import Progress as ShardProgress
@@ -64,7 +65,7 @@ REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
 
 
-@flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
+@flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False, on_failure=[record_refusal])
 def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict[str, Any]:
     """Complete every prompt of the input and write the completions in input order; returns what was written.
 

@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.flow_run import recompute_missing
 from flows.nightly_steps import evaluate_held_out, judge_of
+from flows.recording import record_refusal
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
@@ -40,7 +41,12 @@ class Verdict(TypedDict):
     reason: str
 
 
-@flow(name="canary", flow_run_name="canary of {config.promotion.resource}", persist_result=False)
+@flow(
+    name="canary",
+    flow_run_name="canary of {config.promotion.resource}",
+    persist_result=False,
+    on_failure=[record_refusal],
+)
 def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, Any] | None = None) -> Verdict:
     """Evaluate the served model again, by the configuration of the nightly run, and go back to the one before where
     its mean reward is more than ``max_drop`` below that of the evidence it was promoted on.

@@ -33,7 +33,7 @@ from prefect.states import AwaitingRetry
 
 import flows.nights  # noqa: F401 - a run whose place is lost goes on
 from flows.placement import placed
-from flows.recording import Recorder
+from flows.recording import WORKERS_RUN, Recorder
 from flows.summary import RunSummary
 from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
@@ -56,8 +56,6 @@ SEND_SECONDS = 10.0
 """For the last artifacts of a run, to a server that answers."""
 PATIENCE_SECONDS = 600.0
 """For a server that does not answer at the end of a worker's run: it is being restarted. That of a command is not."""
-WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
-"""Environment variable by which a Prefect worker names the run to the process that it starts."""
 HANDED_BACK = "handed back: "
 """Begins the message of the state of such runs."""
 MOST_HAND_BACKS = 100

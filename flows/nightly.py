@@ -24,6 +24,7 @@ from flows.nightly_steps import (
     write_report,
 )
 from flows.nights import skipped_for_newer
+from flows.recording import record_refusal
 from flows.report import figure_of_steps
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
@@ -57,7 +58,7 @@ class NightlyResult(TypedDict):
     """As `StageEntry.row`, in order of finishing."""
 
 
-@flow(name="nightly", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="nightly", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> NightlyResult:
     """Fine-tune, learn on by PPO, GRPO or DPO, evaluate held-out prompts before and after, promote, write a report.
 

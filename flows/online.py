@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.context import FlowRunContext
 
 from flows.flow_run import recompute_missing
+from flows.recording import record_refusal
 from flows.report import PAGE, Curve, page, shown_curve, stages_section
 from rollout_core.agents.live import NOT_LEARNABLE, PastUpdate
 from rollout_core.base.errors import Recoverable, Stopped
@@ -67,7 +68,7 @@ class LearntOnline(TypedDict):
     """Folder of the report."""
 
 
-@flow(name="learn-online", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="learn-online", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def learn_online(config: LearnOnlineConfig) -> LearntOnline:
     """Serve a policy to live agents and train it on what they do with it, update by update."""
     config = retry(lambda: with_whole_ids(config, working_folder(), objects))

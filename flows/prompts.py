@@ -11,6 +11,7 @@ from typing import TypedDict
 from prefect import flow
 
 from flows.flow_run import recompute_missing
+from flows.recording import record_refusal
 from flows.report import PAGE, Curve, capitalized, page, shown_curve, stages_section
 from rollout_core.agents.apo import Candidate, keep_best, parents_of
 from rollout_core.base.ids import ContentId
@@ -48,7 +49,7 @@ class TunedPrompt(TypedDict):
     """Folder of the report."""
 
 
-@flow(name="tune-prompt", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="tune-prompt", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def tune_prompt(config: TunePromptConfig) -> TunedPrompt:
     """Search for a template with which an agent earns more, and publish it if it does so on held-out tasks."""
     config = retry(lambda: with_whole_ids(config, working_folder(), objects))

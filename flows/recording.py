@@ -1,7 +1,11 @@
-"""Keeps the record of a flow run while it goes on: at its beginning, now and then, and at its end."""
+"""Keeps the record of a flow run while it goes on: at its beginning, now and then, and at its end; and records one that
+ends before that, as its parameters or its plan are refused."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -9,10 +13,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect.client.schemas.objects import FlowRun
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, State
 
-from flows.summary import Costs, RunSummary, about
+from flows.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about
 from rollout_core.base.errors import NotFound
+from rollout_core.base.settings import without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from rollout_core.objects.records import Checkpoint
@@ -39,8 +45,14 @@ END_SECONDS = 30.0
 """For the last record."""
 STOP_SECONDS = 3.0
 """For the last record of a run that was told to stop."""
+WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
+"""Environment variable by which a Prefect worker names the run to the process that it starts."""
 _LEARNERS = ("algorithm", "sft", "rm", "ppo", "grpo", "dpo")
 _SOURCES = ("prompts", "dataset", "tasks", "input")
+
+
+_KEPT: set[str] = set()
+"""Ids of flow runs whose records recorders of this process keep."""
 
 
 class Recorder:
@@ -57,6 +69,7 @@ class Recorder:
         self._ended = threading.Event()
         self._written: object = None
         self._has_failed = False
+        _KEPT.add(str(flow_run.id))
         self._thread = threading.Thread(target=self._keep, name="run-record", daemon=True)
 
     def start(self) -> None:
@@ -162,6 +175,66 @@ class Recorder:
                 rows=tuple(dict(row) for row in list(learning.rows)[-MOST_LIVE_ROWS:]),
             ),
         )
+
+
+def record_refusal(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Hook of flows for runs that fail: one of a worker that was refused before its record began is recorded.
+
+    A command's run is not: who started it is told, and a refused command writes nothing.
+    """
+    if str(flow_run.id) in _KEPT or WORKERS_RUN not in os.environ:
+        return
+    try:
+        record_refused(flow.name, flow_run, state.message or "")
+    except Exception as error:  # noqa: BLE001 - whatever storage raises, a record is not worth a run
+        stage_logger().warning("the record of this run cannot be written: %s", error)
+
+
+def record_refused(flow: str, flow_run: FlowRun, message: str) -> None:
+    """Record a run of a flow as failed with what its state's ``message`` says, beside what an earlier try recorded."""
+    records, now, run = RunRecords(objects()), datetime.now(UTC), str(flow_run.id)
+    line = failure_line(message)
+    with suppress(NotFound):
+        head, detail = records.detail(records.find(run))
+        tries = max(head.tries, flow_run.run_count)
+        changed = {"state": "failed", "error": line, "written": now, "tries": tries}
+        records.write(head.model_copy(update=changed), detail)
+        return
+    config = flow_run.parameters.get("config")
+    config = config if isinstance(config, dict) else {}
+    named = config.get("run")
+    head = RunHead(
+        id=run,
+        name=str(named.get("name", flow) if isinstance(named, dict) else flow),
+        flow=flow,
+        flow_run_name=flow_run.name,
+        state="failed",
+        error=line,
+        began=flow_run.start_time or now,
+        written=now,
+        tries=max(1, flow_run.run_count),
+    )
+    others = {name: given for name, given in flow_run.parameters.items() if name != "config" and given}
+    facts = {name: json.dumps(given, ensure_ascii=False) for name, given in _without_passwords(others).items()}
+    records.write(head, RunDetail(config=_without_passwords(config), facts=facts))
+
+
+def failure_line(message: str) -> str:
+    """What the message of a failed run's state says, on one line, without Prefect's words before it."""
+    words = "; ".join(without_passwords(_PREFECTS_WORDS.sub("", message)).split("\n"))
+    return words if len(words) <= MOST_OF_AN_ERROR else words[: MOST_OF_AN_ERROR - 3] + "..."
+
+
+_PREFECTS_WORDS = re.compile("^(Flow run encountered an exception|Validation of flow parameters failed with error): ")
+
+
+def _without_passwords(value: Any) -> Any:
+    """The same, with every address in it as people may see it: what was refused may hold credentials."""
+    if isinstance(value, dict):
+        return {key: _without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(item) for item in value]
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def _last_step(journal: Journal) -> float:

@@ -11,6 +11,7 @@ from flows.flow_run import recompute_missing
 from flows.keeping import keeping
 from flows.learning import learn_from_rows, policy_iterations
 from flows.partial_rollouts import taken_up
+from flows.recording import record_refusal
 from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
@@ -47,43 +48,43 @@ from tasks.stage import retry
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 
 
-@flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
     return _train_from_rows(config)
 
 
-@flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     """A reward model from preference pairs; returns the checkpoint record."""
     return _train_from_rows(config)
 
 
-@flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_dpo(config: TrainDPOConfig) -> dict[str, Any]:
     """DPO of one model on preference pairs; returns the checkpoint record."""
     return _train_from_rows(config)
 
 
-@flow(name="train-ipo", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-ipo", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
     """IPO of one model on preference pairs; returns the checkpoint record."""
     return _train_from_rows(config)
 
 
-@flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on labelled answers; returns the checkpoint record."""
     return _train_from_rows(config)
 
 
-@flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
     """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
     return _train_on_policy(config)
 
 
-@flow(name="train-grpo", flow_run_name="{config.run.name}", persist_result=False)
+@flow(name="train-grpo", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     """GRPO of one model on groups of its completions; returns the last checkpoint and the reward of each iteration."""
     return _train_on_policy(config)
