@@ -192,7 +192,7 @@ def look_up_rollouts(rollout_ids: Sequence[str], model: ContentId, *, label: str
     return run_async(look())
 
 
-@stage(version=2)
+@stage(version=3)
 def collect_samples(
     rollouts: AgentRollouts,
     *,
@@ -212,9 +212,11 @@ def collect_samples(
         async with connections.open_store() as store:
             return await adapt_ended(store, objects, ended_rollouts(objects, rollouts), form=form, model=served)
 
-    experience = file_experience(objects, run_async(adapt()), failed=failed, group_size=group_size)
+    adapted = run_async(adapt())
+    experience = file_experience(objects, adapted, failed=failed, group_size=group_size)
     rows = [
         {"figure": "samples", "value": experience.num_samples},
+        {"figure": "turns, merged or not", "value": adapted.num_turns},
         {"figure": "truncated", "value": experience.num_truncated},
         {"figure": "mean reward", "value": experience.mean},
         *({"figure": f"left out: {reason}", "value": count} for reason, count in experience.left_out.items()),

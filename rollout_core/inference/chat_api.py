@@ -6,6 +6,8 @@ honoured are refused by name, and all others are ignored.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from rollout_core.data.samples import Completion
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import Request
 from rollout_core.models.bounded.tokenizing import Chat
+from rollout_core.store.codec import ordered_json, read_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 UNLIMITED_TOKENS = 4096
@@ -50,24 +53,45 @@ _REFUSED = {
     "echo",
     "function_call",
     "functions",
+    "guided_whitespace_pattern",
     "include_stop_str_in_output",
     "length_penalty",
     "logit_bias",
+    "logits_processors",
+    "media_io_kwargs",
     "min_p",
+    "mm_processor_kwargs",
+    "modalities",
+    "moderation",
     "prediction",
     "prompt_embeds",
     "prompt_logprobs",
+    "reasoning_effort",
+    "repetition_detection",
     "suffix",
+    "thinking_token_budget",
     "truncate_prompt_tokens",
+    "truncation_side",
     "use_beam_search",
+    "verbosity",
+    "vllm_xargs",
+    "watermarking",
     "web_search_options",
 }
 """They would change what is generated."""
-_HARMLESS = {"best_of": (1,), "length_penalty": (1,)}
+_HARMLESS = {"best_of": (1,), "length_penalty": (1,), "modalities": (["text"],), "verbosity": ("medium",)}
 """Values of refused fields that change nothing, beside empty ones."""
+_ONLY_TRUE = {
+    "add_generation_prompt": "the chat template always begins the assistant's turn",
+    "skip_special_tokens": "texts have no special tokens; return_token_ids gives them",
+    "spaces_between_special_tokens": "texts have no special tokens",
+}
+"""Fields whose default, true, is all that there is."""
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _CONSTRAINT_FIELDS = {"json_schema": "definition", "regex": "pattern", "choice": "choices", "grammar": "grammar"}
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+_THOUGHT_OR_CALL = re.compile(f"{_THOUGHT}|{_TOOL_CALL}")
 
 
 class ApiError(Exception):
@@ -109,6 +133,8 @@ class Ask:
     wants_logprobs: bool
     wants_ids: bool
     has_tools: bool
+    max_calls: int | None
+    """Tool calls of an answer; None: any number."""
     is_stream: bool
     wants_usage: bool
     """At the end of a stream."""
@@ -156,7 +182,10 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
     for name in sorted(_REFUSED & body.keys()):
         if body[name] and body[name] not in _HARMLESS.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
-    tools, special_tokens = _tools(body), _special_tokens(body, is_chat)
+    for name, reason in _ONLY_TRUE.items():
+        if body.get(name) not in (None, True):
+            raise ApiError(400, f"{name} can only be true here: {reason}", name, "unsupported_parameter")
+    tools, special_tokens = _tools(body) if is_chat else [], _special_tokens(body, is_chat)
     max_tokens = body.get("max_completion_tokens") if is_chat else None
     if max_tokens is None:
         max_tokens = body.get("max_tokens")
@@ -165,6 +194,16 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
     if max_tokens is not None:
         max_tokens = _integer("max_tokens", max_tokens, least=1)
     params, ruled = _params(body, sampling, logprobs, max_tokens)
+    if tools and params.structured is not None:
+        of = "of the server's sampling parameters" if _structured(body) is None else "that is asked for"
+        raise ApiError(
+            400,
+            f"the model could call none of the tools: its whole answer would have the form {of} "
+            f"({params.structured.kind}). Leave the form out of requests with tools, and ask for the answer in that "
+            "form by a request of its own, with tool_choice 'none'",
+            "response_format",
+            "unsupported_parameter",
+        )
     return Ask(
         is_chat=is_chat,
         prompts=[_chat(body, tools)] if is_chat else _prompts(body.get("prompt"), vocab_size, special_tokens),
@@ -175,6 +214,7 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
         wants_logprobs=wanted,
         wants_ids=body.get("return_token_ids") is True,
         has_tools=bool(tools),
+        max_calls=None if _flag(body, "parallel_tool_calls", True) else 1,
         is_stream=body.get("stream") is True,
         wants_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
         ruled=ruled,
@@ -183,13 +223,20 @@ def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab
 
 def _special_tokens(body: Mapping[str, Any], is_chat: bool) -> bool:
     """Whether the tokenizer puts its special tokens around texts; a chat template writes them itself."""
-    asked = body.get("add_special_tokens")
-    if asked not in (None, True, False):
-        raise ApiError(400, f"add_special_tokens is {asked!r:.100}; expected true or false", "add_special_tokens")
+    asked = _flag(body, "add_special_tokens", not is_chat)
     if is_chat and asked:
         message = "add_special_tokens: the chat template writes them, and none are added; leave it out"
         raise ApiError(400, message, "add_special_tokens", "unsupported_parameter")
-    return asked is not False
+    return asked
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name} is {value!r:.100}; expected true or false", name)
+    return value
 
 
 def _integer(name: str, value: Any, *, least: int | None = None, most: int | None = None) -> int:
@@ -244,7 +291,17 @@ def _structured(body: Mapping[str, Any]) -> dict[str, Any] | None:
     """The form that the answer must have, as `SamplingParams` has it."""
     wanted = body.get("response_format")
     given = body.get("structured_outputs") or {}
-    constraints = {kind: given[kind] for kind in _CONSTRAINTS if isinstance(given, dict) and given.get(kind)}
+    if not isinstance(given, dict):
+        raise ApiError(400, f"structured_outputs is {given!r:.100}; expected an object", "structured_outputs")
+    for name in sorted(given.keys() - _CONSTRAINTS.keys() - {"json_object"}):
+        if given[name]:
+            message = f"structured_outputs.{name} is not supported by this server; leave it out"
+            raise ApiError(400, message, f"structured_outputs.{name}", "unsupported_parameter")
+    constraints = {kind: given[kind] for kind in _CONSTRAINTS if given.get(kind)}
+    if given.get("json_object"):
+        if "json" in constraints:
+            raise ApiError(400, "structured_outputs: give json or json_object, not both", "structured_outputs")
+        constraints["json"] = {"type": "object"}
     constraints |= {kind: body[f"guided_{kind}"] for kind in _CONSTRAINTS if body.get(f"guided_{kind}")}
     if isinstance(wanted, dict) and wanted.get("type") != "text":
         schema = wanted.get("json_schema")
@@ -310,8 +367,8 @@ def _called(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # Templates write arguments as JSON themselves; a text would be quoted once more.
-        with suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments or "{}")
+        with suppress(ValueError):
+            arguments = read_json((arguments or "{}").encode())
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -395,25 +452,28 @@ class Writer:
         text = answered.completion.text
         if not (self.parses_tools and ask.has_tools):
             return {"role": "assistant", "content": text}, False
-        content, calls = hermes_calls(self._text_with_markers(answered))
+        request = answered.request
+        opened = (request.prompt_text or "").rstrip().endswith(_THOUGHT)
+        content, calls = hermes_calls(self._text_with_markers(answered), in_thought=opened)
         if not calls:
             return {"role": "assistant", "content": text}, False
-        request = answered.request
+        for marker in (_THOUGHT, _THOUGHT_END):
+            content = content if marker in text else content.replace(marker, "")
         origin = blake3(orjson.dumps([list(request.prompt_token_ids), request.seed]))
         listed = []
-        for place, (name, arguments) in enumerate(calls):
+        for place, (name, arguments) in enumerate(calls[: ask.max_calls]):
             digest = blake3(origin.digest() + place.to_bytes(4, "big")).hexdigest()
             function = {"name": name, "arguments": arguments}
             listed.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
         return {"role": "assistant", "content": content or None, "tool_calls": listed}, True
 
     def _text_with_markers(self, answered: Answered) -> str:
-        """The completion's text, with the markers of tool calls where they are special tokens, which texts leave
-        out."""
+        """The completion's text, with the markers of tool calls and thoughts where they are special tokens, which
+        texts leave out."""
         completion, request = answered.completion, answered.request
         markers = {
             token: marker
-            for marker in (_TOOL_CALL, _TOOL_CALL_END)
+            for marker in (_TOOL_CALL, _TOOL_CALL_END, _THOUGHT, _THOUGHT_END)
             if (token := self.tokenizer.convert_tokens_to_ids(marker)) in self.tokenizer.all_special_ids
             and self.tokenizer.convert_ids_to_tokens(token) == marker
         }
@@ -463,32 +523,64 @@ class Writer:
         return found
 
 
-def hermes_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """What stands before the tool calls in a text, and name and arguments (as JSON) of each. What is no whole call
-    stays text."""
-    parts, calls, rest = [], [], text
-    while True:
-        before, marker, behind = rest.partition(_TOOL_CALL)
-        parts.append(before)
-        if not marker:
-            return "".join(parts).strip() if calls else text, calls
-        inner, end, rest = behind.partition(_TOOL_CALL_END)
-        call = _hermes_call(inner)
+def hermes_calls(text: str, *, in_thought: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """What stands around the tool calls in a text, and name and arguments (as JSON) of each. What is no whole call
+    stays text, and so does one inside a thought; ``in_thought``: the text begins inside of one."""
+    parts, calls, place = [], [], 0
+    if in_thought:
+        place = _behind(text, _THOUGHT_END, 0)
+        parts.append(text[:place])
+    while found := _THOUGHT_OR_CALL.search(text, place):
+        parts.append(text[place : found.start()])
+        if found[0] == _THOUGHT:
+            call, place = None, _behind(text, _THOUGHT_END, found.end())
+        else:
+            call, place = _hermes_call(text, found.end())
         if call is None:
-            parts.append(marker + inner + end)
+            parts.append(text[found.start() : place])
         else:
             calls.append(call)
+    parts.append(text[place:])
+    return "".join(parts).strip() if calls else text, calls
 
 
-def _hermes_call(text: str) -> tuple[str, str] | None:
+def _behind(text: str, marker: str, place: int) -> int:
+    """Where the text goes on behind the next marker; its end where there is none."""
+    found = text.find(marker, place)
+    return len(text) if found < 0 else found + len(marker)
+
+
+def _hermes_call(text: str, place: int) -> tuple[tuple[str, str] | None, int]:
+    """The call whose JSON begins here, if it is one, and where the text goes on. The last one may lack its end."""
+    none = None, _behind(text, _TOOL_CALL_END, place)
     try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        # Not up to the next marker, which may stand in an argument.
+        _, end = _DECODER.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
+        found = read_json(text[place:end].encode())
+    except (ValueError, RecursionError):
+        return none
+    rest = text[end:].lstrip()
+    if (rest and not rest.startswith(_TOOL_CALL_END)) or not isinstance(found, dict):
+        return none
+    call = _name_and_arguments(found)
+    return (call, _behind(text, _TOOL_CALL_END, end)) if call is not None else none
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _name_and_arguments(found: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Of a call as models write it: Llama's have ``parameters``, some have the arguments' JSON as a text."""
+    given = [found[name] for name in ("arguments", "parameters") if name in found]
+    if not isinstance(found.get("name"), str) or len(given) > 1:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", {})
-    return (found["name"], orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+    [arguments] = given or [{}]
+    if isinstance(arguments, str):
+        try:
+            return (found["name"], arguments) if isinstance(read_json(arguments.encode()), dict) else None
+        except ValueError:
+            return None
+    return (found["name"], ordered_json(arguments).decode()) if isinstance(arguments, dict) else None
 
 
 def stream_of(answer: dict[str, Any], *, with_usage: bool) -> Iterator[bytes]:

@@ -21,6 +21,7 @@ from rollout_core.config import EngineConfig, SamplingParams
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.chat_api import CHAT, COMPLETIONS, ApiError, read_ask, stream_of
 from rollout_core.inference.served_engine import ServedEngine
+from rollout_core.store.codec import read_json
 from rollout_core.store.http.errors import Unauthorized
 from rollout_core.store.http.listening import DEFAULT_HOST, Gate, listen, require_key, url_of
 from rollout_core.store.http.threads import ServerThread
@@ -212,9 +213,9 @@ class _App:
 
     async def _generate(self, data: bytes, *, is_chat: bool) -> tuple[bytes, bytes]:
         try:
-            body = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise ApiError(400, f"the request's body is no JSON: {error.msg} at character {error.pos}") from None
+            body = read_json(data)
+        except ValueError as error:
+            raise ApiError(400, f"the request's body is no JSON: {error}") from None
         async with self._engine.admitted() as served:
             vocab_size = len(served.tokenizer)
             ask = read_ask(body, is_chat=is_chat, sampling=served.sampling, vocab_size=vocab_size)

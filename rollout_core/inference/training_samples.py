@@ -142,6 +142,11 @@ class Adapted:
     """Rollouts by reason: unknown, failed, unfinished, no finite reward, no tokens, lost tokens, no log-probabilities.
     """
 
+    @property
+    def num_turns(self) -> int:
+        """Of all samples; as many as these where no turns were merged."""
+        return sum(len(sample.written or [1]) for sample in self.samples)
+
     def leave_out(self, reason: str, rollout_id: str) -> None:
         self.left_out.setdefault(reason, []).append(rollout_id)
 

@@ -18,7 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rollout_core.agents.adapters.base import Triplet
 from rollout_core.agents.adapters.containment import tightest_containers
 from rollout_core.agents.adapters.credit import RewardMatchPolicy
+from rollout_core.agents.adapters.drawing import draw_trace
 from rollout_core.agents.adapters.messages import TraceToMessages
+from rollout_core.agents.adapters.tokens import token_turns
 from rollout_core.agents.adapters.tree import TraceTree
 from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet, TracerTraceToTriplet
 from rollout_core.agents.emitters import emit_reward, reward_attributes
@@ -315,11 +317,35 @@ def test_litellms_spans_are_read():
         ([1, 2], [3]),
         ([1, 2], [4, 5]),
         ([9], [8]),
+        ([1, 2], [3]),
     ]
-    assert [item.reward for item in found] == [None, 1.0, 2.0], "the smaller number comes first, an equal one does not"
+    assert [item.reward for item in found] == [None, 1.0, None, 2.0], (
+        "the smaller number comes first, an equal one does not"
+    )
 
 
 # The proxy's
+
+
+def test_a_server_that_repeats_its_ids_loses_no_call():
+    records = [llm_call(number, [number], [7, 8], start=number) for number in (1, 2, 3)]
+    traced = [
+        span("openai.chat", number, number + 0.5, number=number + 10, attributes={"gen_ai.response.id": "x"})
+        for number in (1, 2)
+    ]
+    for record in records:
+        record.attributes["gen_ai.response.id"] = "x"
+    inner = span("openai.chat", 1.1, 1.4, number=20, attributes={"gen_ai.response.id": "x"})
+    inner.parent_id = traced[0].span_id
+    spans = [*records, *traced, inner, traced[1].model_copy(update={"sequence_id": 21})]
+    earned = [reward(0.25, 1.7, number=30), reward(0.5, 2.7, number=31)]
+    assert [turn.prompt_ids for turn in token_turns(spans)] == [[1], [2], [3]]
+    assert [turn.reward for turn in token_turns([s for s in [*spans, *earned] if s is not records[2]])] == [0.25, 0.5]
+    for adapter in (TracerTraceToTriplet(), LlmProxyTraceToTriplet()):
+        found = sorted(item.prompt["token_ids"] for item in adapter.adapt(spans))
+        assert found == [[1], [2], [3]], adapter
+    assert len(TraceToMessages().adapt(spans)) == 3
+    assert draw_trace([*records, *traced]).count("2 out") == 3
 
 
 def test_the_proxys_calls_are_ordered_by_number_and_failed_ones_are_none():

@@ -226,6 +226,8 @@ async def test_samples_of_both_forms_hold_the_same_tokens(tmp_path: Path):
     assert merged.written == [(0, 2), (3, 6)] and alone.written is None
     assert merged.model_ids == ["weights-1", "weights-1"] and alone.model_ids == ["weights-1"]
     assert merged.part_rewards == [0.25, None] and alone.part_rewards == [1.0] and merged.reward == 1.0
+    for form in ("trajectory", "transition"):
+        assert (await adapt_rollouts(store, objects, [rollout], form=form)).num_turns == 3
     apart = (await adapt_rollouts(store, objects, [rollout])).samples
     assert [sample.token_ids for sample in apart] == [[11, 20], [30, 31, 1], [41]]
     assert [sample.prompt_token_ids for sample in apart] == [[5, 6], [5, 6, 11, 20, 7], [8, 9]]

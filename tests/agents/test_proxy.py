@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import aiohttp
 import httpx
@@ -17,6 +18,7 @@ from proxied import LONG, asked, attempt, calls, client, close_clients, ids_of, 
 from scripted_upstream import ScriptedUpstream, cut_stream, hang, no_answer, status
 from yarl import URL
 
+from rollout_core.agents.adapters.tokens import token_turns
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
@@ -351,6 +353,78 @@ async def test_an_agent_that_goes_away_ends_the_upstreams_work(store, upstream, 
     first, second = await calls(store, proxy, ids[0])
     assert first.status.status_code == second.status.status_code == "ERROR"
     assert second.attributes["rollout.choices.0.token_ids"] == ids_of("dc")
+
+
+@pytest.mark.parametrize("end", ["left", "cut", "slow"])
+async def test_a_stream_whose_choices_have_ended_is_whole_without_its_last_event(store, upstream, end):
+    async def no_last_event(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for index in range(json.loads(await request.read()).get("n", 1)):
+            for letter, reason in (("b", None), ("a", "stop" if index == 0 else None)):
+                choice = {"index": index, "delta": {"content": letter}, "finish_reason": reason}
+                choice |= {"token_ids": [ord(letter)], "logprobs": {"content": [{"token": letter, "logprob": -0.5}]}}
+                chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+                await response.write(f"data: {json.dumps(chunk | {'prompt_token_ids': [1]})}\n\n".encode())
+        if end == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await asyncio.Event().wait()
+        return response
+
+    ids = await attempt(store)
+    upstream.mishaps += [no_last_event, no_last_event]
+    settings = Upstream(url=upstream.url, timeout=1 if end == "slow" else LONG)
+    async with proxy_of(store, settings) as proxy:
+        for count in (1, 2):
+            create = client(proxy, ids).chat.completions.create
+            stream = await create(model="m", messages=asked("ab"), stream=True, n=count)
+            letters, whole = "", count == 1
+            with nullcontext() if whole or end == "left" else pytest.raises(openai.APIError):
+                async for chunk in stream:
+                    letters += chunk.choices[0].delta.content or ""
+                    if end == "left" and letters == "ba" * count:
+                        break
+            await stream.close()
+            assert letters == "ba" * count
+        whole, cut = await calls(store, proxy, ids[0])
+    assert whole.status.status_code != "ERROR" and [len(turn.logprobs) for turn in token_turns([whole])] == [2]
+    assert cut.status.status_code == "ERROR" and not token_turns([cut]), "one of two choices has no end"
+
+
+async def test_integers_of_any_size_reach_the_upstream_and_the_span(store, upstream, proxy):
+    ids, number = await attempt(store), 123456789012345678901234567890
+    parameters = {"type": "object", "properties": {"x": {"type": "integer", "maximum": number}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    await client(proxy, ids).chat.completions.create(model="m", messages=asked("ab"), tools=[tool])
+    assert upstream.seen[0].body["tools"] == [tool] and upstream.seen[0].body["return_token_ids"]
+    [span] = await calls(store, proxy, ids[0])
+    assert json.loads(span.attributes["rollout.tools"]) == [tool]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_with_half_a_surrogate_pair_is_recorded(store, upstream, proxy, streams):
+    async def odd(request: web.Request) -> web.StreamResponse:
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": [7]}
+        choice |= {"logprobs": {"content": [{"token": "x", "logprob": -0.5}]}}
+        choice["delta" if streams else "message"] = {"role": "assistant", "content": "a\ud800"}
+        answer = json.dumps({"id": "c", "model": "m", "created": 1, "prompt_token_ids": [1], "choices": [choice]})
+        if not streams:
+            return web.Response(text=answer, content_type="application/json")
+        events = f"data: {answer}\n\ndata: [DONE]\n\n"
+        return web.Response(text=events, content_type="text/event-stream")
+
+    ids = await attempt(store)
+    upstream.mishaps += [odd]
+    url = f"{client(proxy, ids).base_url}chat/completions"
+    async with httpx.AsyncClient() as asking:
+        text = (await asking.post(url, json={"model": "m", "messages": asked("ab"), "stream": streams})).text
+    found = json.loads(text.removeprefix("data: ").removesuffix("\n\ndata: [DONE]\n\n"))["choices"][0]
+    assert found["delta" if streams else "message"]["content"] == "a\ud800" and found["logprobs"] is None
+    [span] = await calls(store, proxy, ids[0])
+    assert span.status.status_code != "ERROR" and len(token_turns([span])) == 1
+    assert json.loads(span.attributes["gen_ai.output.messages"])[0]["content"] == "a\ud800"
 
 
 async def test_large_prompts_pass_and_larger_ones_are_refused(store, upstream, proxy):

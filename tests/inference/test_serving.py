@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import http.client
+import importlib.util
 import json
 import shutil
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import openai
 import pytest
 from batches import ref
 from make_tiny import make_model
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as CHAT_FIELDS
+from openai.types.completion_create_params import CompletionCreateParamsBase as COMPLETION_FIELDS
 from tokenizers.processors import TemplateProcessing
 
 from rollout_core.agents import LLMProxy, ModelEntry, Upstream
@@ -24,7 +28,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend
 from rollout_core.data.text import token_ids_of
 from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
-from rollout_core.inference.chat_api import Answered, Writer, hermes_calls, read_ask
+from rollout_core.inference.chat_api import RULED, Answered, ApiError, Writer, hermes_calls, read_ask
 from rollout_core.inference.engines import EngineOf, build_backend, close_engine, engine
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.serving import EngineServer
@@ -253,6 +257,68 @@ def test_hermes_calls_of_odd_texts():
     assert hermes_calls("no call") == ("no call", [])
     assert hermes_calls('<tool_call>{"name": 3}</tool_call> x') == ('<tool_call>{"name": 3}</tool_call> x', [])
     assert hermes_calls('<tool_call>{"name": "f", "arguments": {}}') == ("", [("f", "{}")])
+    broken = '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>'
+    assert hermes_calls(broken) == (broken, [])
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"name": "f", "parameters": {"x": 1}}', '{"x":1}'),
+        ('{"name": "f", "arguments": "{\\"x\\": 1}"}', '{"x": 1}'),
+        ('{"name": "f", "arguments": {"x": "a</tool_call>b"}}', '{"x":"a</tool_call>b"}'),
+        ('{"name": "f", "arguments": {"x": "<think>"}}', '{"x":"<think>"}'),
+        ('{"name": "f", "arguments": {"x": 123456789012345678901234567890}}', '{"x":123456789012345678901234567890}'),
+        ('{"name": "f"}', "{}"),
+        ('{"name": "f", "arguments": "x is 1"}', None),
+        ('{"name": "f", "arguments": {"x": 1}, "parameters": {"x": 2}}', None),
+        ('{"name": "f", "arguments": {"x": 1e999}}', None),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}', None),
+        ('{"name": "f", "arguments": ' + '{"x": ' * 100_000, None),
+    ],
+)
+def test_a_tool_call_has_the_arguments_that_the_model_wrote_or_stays_text(written, arguments):
+    text = f"see <tool_call>\n{written}\n</tool_call> so"
+    assert hermes_calls(text) == ((text, []) if arguments is None else ("see  so", [("f", arguments)]))
+
+
+def test_a_tool_call_inside_a_thought_is_none():
+    thought = '<think>I could call <tool_call>{"name": "rm", "arguments": {}}</tool_call> but no</think>'
+    assert hermes_calls(f"{thought}Done") == (f"{thought}Done", [])
+    assert hermes_calls(f"{thought}{CALL}") == (thought, [("look_up", '{"key":"a"}')])
+    cut = "<think>so <tool_call>{}"
+    assert hermes_calls(cut) == (cut, [])
+    opened = thought.removeprefix("<think>")
+    assert hermes_calls(f"{opened}{CALL}", in_thought=True) == (opened, [("look_up", '{"key":"a"}')])
+    assert hermes_calls(CALL, in_thought=True) == (CALL, [])
+
+
+async def test_a_thought_that_the_template_begins_calls_nothing(tmp_path, chatty):
+    folder = tmp_path / "thinks"
+    shutil.copytree(chatty[0].folder, folder)
+    settings = folder / "tokenizer_config.json"
+    thinking = TEMPLATE.replace("assistant: {%", "assistant: <think>{{ '\\n' }}{%")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": thinking}))
+    async with serving(ScriptedBackend(text=f"maybe {CALL}"), ref(folder)) as (_, client):
+        [choice] = (await chat(client, tools=[TOOL])).choices
+    assert (choice.message.content, choice.message.tool_calls) == (f"maybe {CALL}", None)
+    assert choice.finish_reason == "stop"
+
+
+async def test_one_call_of_several_where_parallel_ones_are_not_wanted(chatty):
+    async with serving(ScriptedBackend(text=CALL * 3), chatty[0]) as (_, client):
+        for wanted, count in ((True, 3), (False, 1)):
+            [choice] = (await chat(client, tools=[TOOL], parallel_tool_calls=wanted)).choices
+            assert len(choice.message.tool_calls) == count
+
+
+async def test_integers_of_any_size_reach_the_template(chatty):
+    number = 123456789012345678901234567890
+    called = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": f'{{"key": {number}}}'}}
+    talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    async with serving(ScriptedBackend(text="{prompt}"), chatty[0]) as (_, client):
+        [choice] = (await chat(client, messages=talk, tools=[TOOL])).choices
+    assert f'{{"key": {number}}}' in choice.message.content
 
 
 def test_markers_that_are_special_tokens_are_seen(tmp_path):
@@ -275,6 +341,25 @@ def test_markers_that_are_special_tokens_are_seen(tmp_path):
     [call] = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "look_up", "arguments": '{"key":"a"}'}
     assert answer["choices"][0]["message"]["content"] == "see"
+
+
+def test_thoughts_between_special_tokens_call_nothing(tmp_path):
+    folder = tmp_path / "special"
+    make_model(folder, hidden_size=64, num_layers=2, seed=1)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.save_pretrained(folder)
+    tools = {"messages": HELLO, "tools": [TOOL]}
+    ask = read_ask(tools, is_chat=True, sampling=None, vocab_size=len(tokenizer))
+    request = Request("k", [1, 2], SamplingParams(max_tokens=200), 0)
+    messages = []
+    for text in (f"<think>no {CALL}</think>see {CALL}", f"<think>no {CALL}</think>see"):
+        [completion] = build_backend(ScriptedBackend(text=text), ref(folder)).generate([request])
+        completion = replace(completion, text=tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        answer = Writer(load_tokenizer(folder), "policy", True).answer(ask, [Answered(request, completion)], "id", 0)
+        messages.append(answer["choices"][0]["message"])
+    assert messages[0]["content"] == f"no {CALL}see" and len(messages[0]["tool_calls"]) == 1
+    assert messages[1]["content"] == f"no {CALL}see" and "tool_calls" not in messages[1]
 
 
 # Streams
@@ -312,6 +397,21 @@ async def test_streams(chatty):
     ("fields", "status", "param"),
     [
         ({"logit_bias": {"1": 2}}, 400, "logit_bias"),
+        ({"extra_body": {"add_generation_prompt": False}}, 400, "add_generation_prompt"),
+        ({"extra_body": {"skip_special_tokens": False}}, 400, "skip_special_tokens"),
+        (
+            {"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}},
+            400,
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"extra_body": {"structured_outputs": {"json_object": True}}}, 400, "structured"),
+        ({"extra_body": {"structured_outputs": "json"}}, 400, "structured_outputs"),
+        ({"extra_body": {"vllm_xargs": {"a": 1}}}, 400, "vllm_xargs"),
+        ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ({"verbosity": "low"}, 400, "verbosity"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"tools": [TOOL], "parallel_tool_calls": "no"}, 400, "parallel_tool_calls"),
         ({"tool_choice": "required", "tools": [TOOL]}, 400, "tool_choice"),
         ({"temperature": -1}, 400, "temperature"),
         ({"n": 0.5}, 400, "n"),
@@ -331,6 +431,44 @@ async def test_what_is_refused(chatty, fields, status, param):
         if param in ("messages", "max_tokens") and "128" in str(caught.value):
             assert "maximum context length is 128 tokens" in str(caught.value)
         assert (await chat(client, max_tokens=1, user="me", metadata={"a": "b"})).choices
+
+
+IGNORED = {
+    *("metadata", "priority", "request_id", "safety_identifier", "service_tier", "session_id", "store", "user"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("include_reasoning", "logprob_token_ids", "mm_payload", "return_prompt_text", "return_token_offsets"),
+    *("cache_salt", "ec_transfer_params", "kv_transfer_params", "return_mm_kwargs", "stream_interval"),
+    *("return_tokens_as_token_ids", "routed_experts_prompt_start"),
+}
+"""Fields that say what is done with an answer, and not what is generated."""
+HONOURED = {
+    *("max_completion_tokens", "max_tokens", "messages", "model", "n", "prompt", "response_format", "seed", "stop"),
+    *("add_special_tokens", "logprobs", "parallel_tool_calls", "return_token_ids", "stream", "stream_options"),
+    *("structured_outputs", "tool_choice", "tools", "top_logprobs", "min_tokens", "stop_token_ids", *RULED),
+}
+
+
+def test_every_field_that_openai_and_vllm_know_is_honoured_refused_or_harmless():
+    fields = {name for kind in (CHAT_FIELDS, COMPLETION_FIELDS) for name in get_type_hints(kind)}
+    spec = importlib.util.find_spec("vllm")
+    for room in ("chat_completion", "completion") if spec is not None and spec.origin is not None else ():
+        source = Path(spec.origin).parent / "entrypoints" / "openai" / room / "protocol.py"
+        requests = [
+            node
+            for node in ast.parse(source.read_text()).body
+            if isinstance(node, ast.ClassDef) and node.name in ("ChatCompletionRequest", "CompletionRequest")
+        ]
+        [body] = [node.body for node in requests]
+        targets = [node.target for node in body if isinstance(node, ast.AnnAssign)]
+        fields |= {target.id for target in targets if isinstance(target, ast.Name) and target.id[0] != "_"}
+    refused = set()
+    for name in fields - HONOURED - IGNORED:
+        with suppress(ApiError):
+            body = {"messages": HELLO, "prompt": "x", name: "anything else"}
+            read_ask(body, is_chat=True, sampling=None, vocab_size=9)
+            continue
+        refused.add(name)
+    assert fields - HONOURED - IGNORED == refused
 
 
 async def test_a_model_without_template_and_bad_bodies(tiny):

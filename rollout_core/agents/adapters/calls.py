@@ -11,6 +11,7 @@ import ast
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,55 @@ def response_id(attributes: Mapping[str, Any]) -> str | None:
     """The id that the server gave its answer."""
     found = (attributes.get(key) for key in _RESPONSE_ID)
     return next((value for value in found if isinstance(value, str) and value), None)
+
+
+class CallNames:
+    """Which of some spans are records of one call: a proxy's and tracers', which have the server's id of the answer.
+
+    Servers may repeat an id. So the second span of one name and id is the second call, unless it is inside the first,
+    or the same span again.
+    """
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        ordered = sorted(spans, key=lambda span: (span.sequence_id, span.start_time or 0.0))
+        by_id = {span.span_id: span for span in reversed(ordered)}
+        self._names: dict[tuple[Any, ...], str] = {}
+        counts: Counter[tuple[str, str]] = Counter()
+        inner: list[tuple[Span, Span]] = []
+        for span in ordered:
+            if (found := response_id(span.attributes)) is None or _this(span) in self._names:
+                continue
+            outer = _outermost(span, found, by_id)
+            if outer is not span:
+                inner.append((span, outer))
+                continue
+            number = counts[span.name, found] = counts[span.name, found] + 1
+            self._names[_this(span)] = found if number == 1 else f"{found} ({number})"
+        for span, outer in inner:
+            self._names[_this(span)] = self._names[_this(outer)]
+
+    def of(self, span: Span) -> str | None:
+        """The same for records of the same call; None where a span has no server's id."""
+        return self._names.get(_this(span))
+
+    def any_of(self, span: Span) -> str:
+        """The same, and a name of its own where a span has no server's id."""
+        return self._names.get(_this(span)) or f"span {span.trace_id} {span.span_id}"
+
+
+def _this(span: Span) -> tuple[Any, ...]:
+    return span.trace_id, span.span_id, span.name, span.start_time, span.end_time
+
+
+def _outermost(span: Span, name: str, by_id: Mapping[str, Span]) -> Span:
+    """Of the spans around this one, the last with the same id of an answer."""
+    found, seen, around = span, {span.span_id}, by_id.get(span.parent_id or "")
+    while around is not None and around.span_id not in seen:
+        seen.add(around.span_id)
+        if response_id(around.attributes) == name:
+            found = around
+        around = by_id.get(around.parent_id or "")
+    return found
 
 
 def model_id(attributes: Mapping[str, Any]) -> str | None:

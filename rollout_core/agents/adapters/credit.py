@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from rollout_core.agents.adapters.calls import PROXY_SPANS, response_id
+from rollout_core.agents.adapters.calls import PROXY_SPANS, CallNames
 from rollout_core.agents.adapters.tree import TraceTree
 from rollout_core.agents.emitters import get_reward_value
 from rollout_core.base.errors import ConfigError
@@ -131,8 +131,9 @@ def _clock(span: Span) -> str | None:
 def _times_of_calls(calls: Sequence[Span], spans: Sequence[Span]) -> list[dict[str, float]]:
     """Since when each call counts as before a reward, by every clock that recorded it."""
     by_response: dict[str, dict[str, float]] = {}
+    names = CallNames([*spans, *calls])
     for span in spans:
-        name, clock = response_id(span.attributes), _clock(span)
+        name, clock = names.of(span), _clock(span)
         is_tracers = span.name not in PROXY_SPANS
         if is_tracers and name is not None and clock is not None and span.end_time is not None:
             ends = by_response.setdefault(name, {})
@@ -140,7 +141,7 @@ def _times_of_calls(calls: Sequence[Span], spans: Sequence[Span]) -> list[dict[s
             ends[clock] = min(span.end_time, ends.get(clock, span.end_time))
     found = []
     for call in calls:
-        name, clock = response_id(call.attributes), _clock(call)
+        name, clock = names.of(call), _clock(call)
         own = {clock: call.start_time} if clock is not None and call.start_time is not None else {}
         found.append({**own, **by_response.get(name or "", {})})
     return found

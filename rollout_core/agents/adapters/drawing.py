@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout_core.agents.adapters.calls import PROXY_SPANS, choices_of, has_failed, prompt_token_ids, response_id
+from rollout_core.agents.adapters.calls import PROXY_SPANS, CallNames, choices_of, has_failed, prompt_token_ids
 from rollout_core.agents.adapters.chat import Message, completion_messages, prompt_messages
 from rollout_core.agents.adapters.tree import VIRTUAL_ROOT, TraceTree
 from rollout_core.agents.adapters.triplets import LLM_CALL_MATCH
@@ -47,15 +47,14 @@ def draw_trace(spans: Sequence[Span]) -> str:
     if not spans:
         return '<ul class="trace"><li><small>no spans</small></li></ul>'
     chosen = sorted(spans, key=lambda span: span.sequence_id)[:MAX_SPANS]
-    recorded = {name: span for span in chosen if span.name == LLM_CALL and (name := response_id(span.attributes))}
-    seen = {
-        name for span in chosen if span.name not in PROXY_SPANS and (name := response_id(span.attributes)) is not None
-    }
-    tree = TraceTree.from_spans([span for span in chosen if not (span.name == LLM_CALL and _id_of(span) in seen)])
+    names = CallNames(chosen)
+    recorded = {name: span for span in chosen if span.name == LLM_CALL and (name := names.of(span))}
+    seen = {name for span in chosen if span.name not in PROXY_SPANS and (name := names.of(span)) is not None}
+    tree = TraceTree.from_spans([span for span in chosen if not (span.name == LLM_CALL and names.of(span) in seen)])
     tree.repair_hierarchy(LLM_CALL_MATCH)
     nodes = tree.traverse()
     drawn: dict[int, str] = {}
-    bodies = dict(zip(map(id, nodes), _bodies(nodes, recorded), strict=True))
+    bodies = dict(zip(map(id, nodes), _bodies(nodes, names, recorded), strict=True))
     for node in reversed(nodes):
         below = "".join(drawn.pop(id(child)) for child in node.children)
         if node.id == VIRTUAL_ROOT:
@@ -67,17 +66,13 @@ def draw_trace(spans: Sequence[Span]) -> str:
     return f'<ul class="trace">{drawn[id(tree)]}{more}</ul>'
 
 
-def _id_of(span: Span) -> str | None:
-    return response_id(span.attributes)
-
-
-def _bodies(nodes: Sequence[TraceTree], recorded: Mapping[str, Span]) -> Iterator[str]:
-    """What is drawn of each node itself. ``recorded``: the proxy's spans by their response ids."""
+def _bodies(nodes: Sequence[TraceTree], names: CallNames, recorded: Mapping[str, Span]) -> Iterator[str]:
+    """What is drawn of each node itself. ``recorded``: the proxy's spans by the names of their calls."""
     prompts: list[list[Message]] = []
     num_calls = 0
     for node in nodes:
         # What the proxy recorded are the messages as they were sent, and it knows the tokens.
-        span = recorded.get(_id_of(node.span) or "", node.span)
+        span = recorded.get(names.of(node.span) or "", node.span)
         rewards = get_rewards_from_span(node.span)
         prompt, completion = prompt_messages(span.attributes), completion_messages(span.attributes)
         if rewards:

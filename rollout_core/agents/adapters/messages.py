@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from opentelemetry.sdk.trace import ReadableSpan
 
 from rollout_core.agents.adapters.base import TraceAdapter, as_spans
-from rollout_core.agents.adapters.calls import PROXY_SPANS, parsed, response_id
+from rollout_core.agents.adapters.calls import PROXY_SPANS, CallNames, parsed
 from rollout_core.agents.adapters.chat import Message, completion_messages, prompt_messages, tool_call, tools
 from rollout_core.agents.attributes import nested
 from rollout_core.store import Span
@@ -34,7 +34,7 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
     def adapt(self, source: Sequence[Span | ReadableSpan], /) -> list[OpenAIMessages]:
         """Conversations of the spans of one attempt."""
         spans = as_spans(source)
-        called = _tool_calls_below(spans)
+        called, names = _tool_calls_below(spans), CallNames(spans)
         found: dict[str, OpenAIMessages] = {}
         for span in sorted(spans, key=_order):
             prompt, completion = prompt_messages(span.attributes), completion_messages(span.attributes)
@@ -42,7 +42,7 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
             if calls and completion and not any(message.get("tool_calls") for message in completion):
                 completion = [{**message, "tool_calls": calls} for message in completion]
             if prompt or completion:
-                name = response_id(span.attributes) or f"span {span.trace_id} {span.span_id}"
+                name = names.any_of(span)
                 if name not in found or span.name == LLM_CALL:  # which has the messages as they were sent
                     found[name] = {"messages": [*prompt, *completion], "tools": tools(span.attributes)}
         return list(found.values())

@@ -16,11 +16,11 @@ from typing import Literal
 
 from rollout_core.agents.adapters.calls import (
     PROXY_SPANS,
+    CallNames,
     choices_of,
     has_tokens,
     model_id,
     prompt_token_ids,
-    response_id,
 )
 from rollout_core.agents.adapters.credit import rewards_by_number
 from rollout_core.agents.adapters.tree import TraceTree, is_reward
@@ -140,25 +140,22 @@ def token_turns(spans: Sequence[Span], *, model: str | None = None) -> list[Toke
 def _calls_with_tokens(spans: Sequence[Span]) -> list[Span]:
     """Whoever recorded them; a proxy's record of a call before others of the same."""
     found: dict[str, Span] = {}
+    names = CallNames(spans)
     for span in sorted(spans, key=lambda span: span.name not in PROXY_SPANS):
         if has_tokens(span):
-            found.setdefault(_identity(span), span)
-    for name in _inside_rewards(spans):
+            found.setdefault(names.any_of(span), span)
+    for name in _inside_rewards(spans, names):
         found.pop(name, None)
     return sorted(found.values(), key=lambda span: (span.sequence_id, span.start_time or 0.0))
 
 
-def _identity(span: Span) -> str:
-    return response_id(span.attributes) or f"span {span.trace_id} {span.span_id}"
-
-
-def _inside_rewards(spans: Sequence[Span]) -> set[str]:
+def _inside_rewards(spans: Sequence[Span], names: CallNames) -> set[str]:
     """What was called to find a reward. A proxy does not know that, but the tracer's record of the call does."""
     parents = {span.parent_id for span in spans}
     if not any(span.span_id in parents and is_reward(span) for span in spans):
         return set()
     judges = (node for node in TraceTree.from_spans(spans).traverse() if is_reward(node.span))
-    return {_identity(node.span) for judge in judges for node in judge.traverse()[1:]}
+    return {names.any_of(node.span) for judge in judges for node in judge.traverse()[1:]}
 
 
 def transitions(turns: Sequence[TokenTurn]) -> list[TokenTrajectory]:

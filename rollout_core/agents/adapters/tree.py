@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_core.agents.adapters.calls import has_failed, response_id
+from rollout_core.agents.adapters.calls import CallNames, has_failed
 from rollout_core.agents.adapters.containment import tightest_containers
 from rollout_core.agents.emitters import is_reward_span
 from rollout_core.base.errors import ConfigError
@@ -138,21 +138,27 @@ class TraceTree:
             container.children.sort(key=lambda child: child.order)
 
     def find_llm_calls(
-        self, *, llm_call_match: str, agent_match: str | None = None, exclude_llm_call_in_reward: bool = True
+        self,
+        *,
+        llm_call_match: str,
+        agent_match: str | None = None,
+        exclude_llm_call_in_reward: bool = True,
+        names: CallNames | None = None,
     ) -> list[tuple[TraceTree, str]]:
         """Nodes of LLM calls, and the agent that made each (``*`` if none is named), each before those below it.
 
-        A call is a span whose name ``llm_call_match`` finds, once for each response id; one without an id inside
-        another call is the same call seen by another tracer, and one that failed without any answer is none. With
-        ``agent_match``, the nearest agent around it must have a name that this finds.
+        A call is a span whose name ``llm_call_match`` finds, once for each of ``names`` (of the spans here and below);
+        one without a server's id inside another call is the same call seen by another tracer, and one that failed
+        without any answer is none. With ``agent_match``, the nearest agent around it must have a name that this finds.
         """
+        names = names or CallNames(node.span for node in self.traverse())
         found: list[tuple[TraceTree, str]] = []
         known_ids: set[str] = set()
         waiting: list[tuple[TraceTree, _Place]] = [(self, _Place(_ANY_AGENT if agent_match is None else None))]
         while waiting:
             node, place = waiting.pop()
             agent, in_call = place.agent, place.in_call
-            name = response_id(node.span.attributes)
+            name = names.of(node.span)
             if (
                 agent is not None
                 and not (place.in_reward and exclude_llm_call_in_reward)

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from rollout_core.agents.adapters.base import TraceAdapter, Triplet, as_spans
 from rollout_core.agents.adapters.calls import (
     PROXY_SPANS,
+    CallNames,
     choices_of,
     has_tokens,
     model_id,
@@ -67,7 +68,9 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
 
     def adapt(self, source: Sequence[Span | ReadableSpan], /) -> list[Triplet]:
         """Triplets of the spans of one attempt."""
-        spans, records = _without_proxy_records(as_spans(source), self.llm_call_match)
+        source = as_spans(source)
+        names = CallNames(source)
+        spans, records = _without_proxy_records(source, names, self.llm_call_match)
         if not spans:
             return []
         tree = self.tree(spans)
@@ -76,10 +79,11 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             llm_call_match=self.llm_call_match,
             agent_match=self.agent_match,
             exclude_llm_call_in_reward=self.exclude_llm_call_in_reward,
+            names=names,
         )
         for node, agent in found:
-            attributes = node.span.attributes
-            triplet = _triplet({**attributes, **records.get(response_id(attributes) or "", {})}, agent)
+            record = records.get(names.of(node.span) or "", {})
+            triplet = _triplet({**node.span.attributes, **record}, agent)
             is_empty = not triplet.prompt["token_ids"] or not triplet.response["token_ids"]
             if not (self._skip_empty_token_spans and is_empty):
                 calls.append(node)
@@ -114,22 +118,21 @@ class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
 def proxy_calls(spans: Sequence[Span]) -> list[Span]:
     """The calls that a proxy recorded with the ids of prompt and answer, each once, in order."""
     found: dict[str, Span] = {}
+    names = CallNames(spans)
     for span in sorted(spans, key=lambda span: (span.sequence_id, span.start_time or 0.0)):
         if span.name in PROXY_SPANS and has_tokens(span):
-            found.setdefault(response_id(span.attributes) or f"span {span.trace_id} {span.span_id}", span)
+            found.setdefault(names.any_of(span), span)
     return list(found.values())
 
 
-def _without_proxy_records(spans: Sequence[Span], llm_call_match: str) -> tuple[list[Span], dict[str, dict[str, Any]]]:
-    """Spans without those of a proxy whose call a tracer saw as well; and the attributes of these by response id."""
-    traced = {
-        response_id(span.attributes)
-        for span in spans
-        if span.name not in PROXY_SPANS and re.search(llm_call_match, span.name)
-    }
+def _without_proxy_records(
+    spans: Sequence[Span], names: CallNames, llm_call_match: str
+) -> tuple[list[Span], dict[str, dict[str, Any]]]:
+    """Spans without those of a proxy whose call a tracer saw as well; and the attributes of these by name."""
+    traced = {names.of(span) for span in spans if span.name not in PROXY_SPANS and re.search(llm_call_match, span.name)}
     kept, records = [], {}
     for span in spans:
-        name = response_id(span.attributes)
+        name = names.of(span)
         if span.name in PROXY_SPANS and name is not None and name in traced:
             records[name] = {**span.attributes, **records.get(name, {})}
         else:

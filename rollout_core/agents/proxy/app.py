@@ -27,6 +27,7 @@ from rollout_core.agents.proxy.recording import CHAT, COMPLETIONS, Call
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import content_id
 from rollout_core.store import LightningStore
+from rollout_core.store.codec import read_json
 from rollout_core.store.http.errors import Unauthorized
 from rollout_core.store.http.listening import Gate
 
@@ -253,7 +254,8 @@ class ProxyApp:
         except Failed as error:
             failed = error
         except asyncio.CancelledError:
-            call.problem = "cancelled: the caller went away before the answer's end, or the proxy was stopped"
+            if not call.is_whole:
+                call.problem = "cancelled: the caller went away before the answer's end, or the proxy was stopped"
             self._end(ticket, call)
             raise
         except Exception as error:
@@ -261,6 +263,10 @@ class ProxyApp:
             call.give_up(f"the proxy failed by {type(error).__name__}")
             self._end(ticket, call)
             raise
+        if call.is_streamed and call.is_whole and not reply.is_whole:
+            # What is lacking is the stream's last event, by which nobody would know more.
+            self._end(ticket, call)
+            return await reply.end(call.end_stream())
         call.problem = f"HTTP {failed.status}: {failed}"
         self._end(ticket, call)
         raise failed
@@ -299,9 +305,9 @@ def _json_object(request: _Request) -> dict[str, Any]:
     if not request.body or (request.path not in (CHAT, COMPLETIONS) and "json" not in (request.content_type or "json")):
         return {}
     try:
-        body = orjson.loads(request.body)
-    except orjson.JSONDecodeError as error:
-        raise Failed(400, f"the request's body is no JSON: {error.msg} at character {error.pos}") from None
+        body = read_json(request.body)
+    except ValueError as error:
+        raise Failed(400, f"the request's body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise Failed(400, f"the request's body is a JSON {type(body).__name__}; expected an object")
     return body

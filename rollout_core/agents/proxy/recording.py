@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
 from rollout_core.agents.proxy.upstreams import Upstream
+from rollout_core.store.codec import ordered_json, read_json
 from rollout_core.store.semconv import LLM_CALL, ChoiceAttributes, LlmCallAttributes
 from rollout_core.store.span_fields import plain_span_fields, span_ids
 
@@ -164,6 +163,18 @@ class Call:
         """Bytes of the rest in which no event ends."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every choice that was asked for has come to its end, though perhaps not the stream."""
+        ended = sum(bool(choice.finish_reason) for choice in self._choices.values())
+        return self.problem is None and self._num_choices <= ended == len(self._choices)
+
+    @property
+    def _num_choices(self) -> int:
+        prompt, count = self._body.get("prompt"), self._body.get("n")
+        num_prompts = len(prompt) if self._has_many_prompts() and isinstance(prompt, list) else 1
+        return num_prompts * (count if type(count) is int and count > 0 else 1)
+
+    @property
     def is_streamed(self) -> bool:
         """Whether the agent wants the answer as it is written."""
         return self._body.get("stream") is True
@@ -185,7 +196,7 @@ class Call:
             elif self.path == COMPLETIONS and asked is None:
                 # 0: of the token drawn, and of no others.
                 fields["logprobs"], self._hides_logprobs = 0, True
-        return orjson.dumps(self._body | fields) if fields else self._raw
+        return ordered_json(self._body | fields) if fields else self._raw
 
     # The answer
 
@@ -199,7 +210,7 @@ class Call:
             self.problem = "the answer is no JSON object with choices"
             return data
         self._add(answer)
-        return orjson.dumps(answer) if self._hides_logprobs else data
+        return ordered_json(answer) if self._hides_logprobs else data
 
     def read_piece(self, data: bytes) -> bytes:
         """Take in a piece of a stream; what the agent gets now."""
@@ -221,8 +232,7 @@ class Call:
         rest = bytes(self._rest)
         self._rest.clear()
         shown = self._read_event(rest) if rest.strip() else b""
-        finished = self._choices and all(choice.finish_reason for choice in self._choices.values())
-        if not (self.is_done or finished or self.problem):
+        if not (self.is_done or self.is_whole or self.problem):
             self.problem = "the upstream's stream ended before the answer did"
         return shown if self._hides_logprobs else b""
 
@@ -241,7 +251,7 @@ class Call:
             self.problem = str(error.get("message") or "the upstream reports an error in its stream")
             self.has_told_problem = True
         elif self._add(chunk) and self._hides_logprobs:
-            return b"data: " + orjson.dumps(chunk) + b"\n\n"
+            return b"data: " + ordered_json(chunk) + b"\n\n"
         return whole
 
     def _add(self, answer: dict[str, Any]) -> bool:
@@ -322,11 +332,11 @@ class Call:
 
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
-        found = orjson.loads(data)
-    except orjson.JSONDecodeError:
+        found = read_json(data, half_pairs=True)
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 
 
 def _text(value: Any) -> str:
-    return orjson.dumps(value).decode()
+    return ordered_json(value).decode()
