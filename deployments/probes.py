@@ -25,10 +25,11 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel
 
 from flows.connections import connections, running_server
-from rollout_core.base.errors import ConfigError, RolloutError
+from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password, without_passwords
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.buckets import RemoteFiles
+from rollout_core.runs.records import RunRecords, silent_seconds
 from rollout_core.store.connections import Connections, plain_connections
 from rollout_core.store.sql.by_url import count_all
 
@@ -181,6 +182,17 @@ def look_at_storage() -> Storage:
     if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
         raise ConfigError(f"no permission to read {folder}")
     return found.model_copy(update={"writable": True, "free_bytes": free_bytes(folder)})
+
+
+def look_for_silent(runs: Sequence[str]) -> dict[str, float]:
+    """For how many seconds nothing was heard of runs under way, by their ids, where that is long."""
+    records, found = RunRecords(_connections(locations().storage).try_objects()), {}
+    for run in runs:
+        with suppress(NotFound):
+            head = records.find(run)
+            seconds = silent_seconds(head, head.state)
+            found |= {} if seconds is None else {run: seconds}
+    return found
 
 
 def storage_in_trouble(trouble: str) -> Storage:

@@ -6,7 +6,7 @@ minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from deployments.probes import (
     database_in_trouble,
     look_at_database,
     look_at_storage,
+    look_for_silent,
     named,
     printable,
     section,
@@ -121,6 +122,8 @@ class Run(BaseModel):
     """When it came to this state."""
     seconds: float
     """That it ran, so far, in all its tries."""
+    silent_seconds: float | None = None
+    """For how long nothing was heard of a run under way, where that is long."""
 
 
 class Deployment(BaseModel):
@@ -194,7 +197,16 @@ def look(server: Server, *, debug: bool = False) -> Status:
         failed=work.failed,
         waiting=work.waiting,
     )
+    running = [str(run.id) for found in status.deployments for run in found.running]
+    if running and status.storage.trouble is None:
+        silent = Look(lambda: look_for_silent(running), debug=debug).result(lambda trouble: {})
+        status = status.model_copy(update={"deployments": [_with_silence(each, silent) for each in status.deployments]})
     return status.model_copy(update={"problems": list(_problems(status))})
+
+
+def _with_silence(deployment: Deployment, silent: Mapping[str, float]) -> Deployment:
+    running = [run.model_copy(update={"silent_seconds": silent.get(str(run.id))}) for run in deployment.running]
+    return deployment.model_copy(update={"running": running})
 
 
 # What the server knows
@@ -399,6 +411,12 @@ def _problems(status: Status) -> Iterator[str]:
                 f"{deployment.name}: its last scheduled run {run.name!r} {run.state} "
                 f"{when(run.end, status.checked_at)}: {run.message or 'no message'}"
             )
+        for run in deployment.running:
+            if run.silent_seconds is not None:
+                yield (
+                    f"{deployment.name}: run {run.name!r} was last heard of {span(run.silent_seconds)} ago; is its "
+                    "machine there? A lost run is tried again by itself"
+                )
         if deployment.should_have_next and deployment.next_run is None:
             yield (
                 f"{deployment.name}: its schedule is active, and no run is scheduled; is the server's schedule service "
@@ -474,7 +492,14 @@ def _pool_row(pool: Pool) -> list[str]:
         for worker in pool.workers
     ]
     workers += [f"{pool.num_gone} not seen for {span(RECENT.total_seconds())}"] if pool.num_gone else []
-    return [pool.name, pool.type, "paused" if pool.paused else "at work", slots, "; ".join(workers) or "none"]
+    is_worked = not pool.needs_worker or any(worker.online for worker in pool.workers)
+    state = "paused" if pool.paused else "at work" if is_worked else "no worker online"
+    return [pool.name, pool.type, state, slots, "; ".join(workers) or "none"]
+
+
+def _running(run: Run, now: datetime) -> str:
+    silent = "" if run.silent_seconds is None else f", last heard of {span(run.silent_seconds)} ago"
+    return f"{run.name} since {when(run.start, now)}{silent}"
 
 
 def _deployment_row(deployment: Deployment, now: datetime) -> list[str]:
@@ -485,5 +510,5 @@ def _deployment_row(deployment: Deployment, now: datetime) -> list[str]:
         "; ".join([*deployment.schedules, *paused]),
         when(deployment.next_run, now),
         "none" if last is None else f"{last.state} {when(last.end, now)}, took {span(last.seconds)}",
-        ", ".join(f"{run.name} since {when(run.start, now)}" for run in deployment.running) or "-",
+        ", ".join(_running(run, now) for run in deployment.running) or "-",
     ]

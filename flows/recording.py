@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from prefect import Flow
@@ -23,8 +24,10 @@ from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from rollout_core.objects.records import Checkpoint
 from rollout_core.runs.records import (
+    MOST_AT_WORK,
     MOST_CALLS,
     MOST_LIVE_ROWS,
+    AtWork,
     Live,
     MetricsOf,
     Moment,
@@ -110,17 +113,27 @@ class Recorder:
 
     def _write(self, records: RunRecords) -> None:
         moment = self._moment()
-        if moment != self._written:
-            detail = self._detail()
-            records.write(self._head(detail), detail)
-            self._written = moment
+        if moment == self._written:
+            records.renew(str(self._flow_run.id))
+            return
+        detail = self._detail()
+        records.write(self._head(detail), detail)
+        self._written = moment
 
     def _moment(self) -> object:
         """What a record is of: a record of the same needs not be written again."""
         journals = list(self._summary.journals)
         learning = [(j.learning.title, _last_step(j)) for j in journals if j.learning is not None]
         calls = sum(totals.calls.total() for journal in journals for totals in list(journal.totals.values()))
-        return self._summary.state, len(journals), calls, learning, self._summary.outcome
+        return self._summary.state, len(journals), calls, learning, self._at_work(), self._summary.outcome
+
+    def _at_work(self) -> tuple[AtWork, ...]:
+        """Calls under way; none once the run has ended."""
+        if self._summary.state != "running":
+            return ()
+        calls = (call for journal in list(self._summary.journals) for call in list(journal.at_work.values()))
+        found = islice(calls, MOST_AT_WORK)
+        return tuple(AtWork(title=title, since=datetime.fromtimestamp(since, UTC)) for title, since in found)
 
     def _entries(self) -> list[StageEntry]:
         return [entry for journal in list(self._summary.journals) for entry in list(journal.entries)]
@@ -154,6 +167,7 @@ class Recorder:
             promoted=outcome.promoted,
             reason=outcome.reason,
             counts=costs.sums,
+            at_work=self._at_work(),
             metrics=(*(before.metrics if before else ()), *_metrics(self._entries())),
         )
 

@@ -17,6 +17,7 @@ from rollout_core.config import PromotionConfig
 from rollout_core.objects.records import BlobId, Record
 from rollout_core.promotion import history
 from rollout_core.promotion.candidates import Candidate, file_candidate, read_candidate
+from rollout_core.runs.decisions import note_decision
 from tasks import connections, events
 from tasks.logs import stage_logger
 from tasks.promotion import Promotion, withdrawal
@@ -137,6 +138,8 @@ def decide(
         )
     else:
         done = run_async(_promote(found, said, even_if_latest_has_changed))
+    told = done.reason if done.promoted else f"{found.reason}; {done.reason}"
+    note_decision(objects, found.model, told, promoted=done.promoted)
     if done.promoted:
         events.emit(events.Promoted(resource=found.resource, model=found.model, reason=done.reason))
     stage_logger().info("%s", done.reason)

@@ -148,8 +148,20 @@ class Journal:
     """Once there is one."""
     learning: Learning | None = None
     """While an update is made in this process."""
+    at_work: dict[object, tuple[str, float]] = field(default_factory=dict)
+    """Titles of the calls under way, in order, each with seconds since the epoch when it began."""
     missing: frozenset[str] = frozenset()
     """Ids of objects that earlier passes of the run's body found damaged or gone."""
+
+    def begin(self, title: str) -> object:
+        """Note a call that begins; returns what `end` takes."""
+        call = object()
+        self.at_work[call] = title, time.time()
+        return call
+
+    def end(self, call: object) -> None:
+        """It has ended, in whatever way."""
+        self.at_work.pop(call, None)
 
     def add(self, entry: StageEntry) -> None:
         """Note one call, which has just ended."""
@@ -190,6 +202,18 @@ def keep_journal(*, missing: Iterable[str] = ()) -> Iterator[Journal]:
 def current_journal() -> Journal | None:
     """The journal of the flow run, if one is kept."""
     return _current.get()
+
+
+@contextmanager
+def at_work(stage: str, label: str) -> Iterator[None]:
+    """A call of a stage is under way inside the block."""
+    journal = current_journal()
+    call = None if journal is None else journal.begin(title_of(stage, label))
+    try:
+        yield
+    finally:
+        if journal is not None:
+            journal.end(call)
 
 
 _LOOKED_BACK = 1000

@@ -47,7 +47,7 @@ from tasks.arguments import spread_arguments
 from tasks.artifact_sender import SENDER
 from tasks.events import WorkEnd, WorkStart, emit
 from tasks.leases import alone
-from tasks.logs import CACHED, CHECKED, StageEntry, current_journal, stage_logger, title_of
+from tasks.logs import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
 from tasks.placing import RunsTasks, Submitted, place_of
 from tasks.rehearsing import current_rehearsal
 from tasks.time_limits import in_time, seconds_for
@@ -192,9 +192,10 @@ class Stage(Generic[P, R]):
             return cast(R, rehearsal.call(self, inputs))
         place = place_of(self.name)
         if place is not None and not self._is_stored(inputs):
-            return place(self, inputs)
+            with at_work(self.name, self._label(inputs)):
+                return place(self, inputs)
         span = self._span(inputs)
-        with span.as_current():
+        with span.as_current(), at_work(self.name, self._label(inputs)):
             prepared = self._prepare(inputs)
             started = time.monotonic()
             with TagsContext(current_tags=set()):
@@ -204,10 +205,17 @@ class Stage(Generic[P, R]):
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
         """Run the stage on a started task runner, which may be on another machine, and return at once."""
         inputs = self._bind(args, kwargs)
-        span = self._span(inputs)
+        span, journal = self._span(inputs), current_journal()
+        call = None if journal is None else journal.begin(title_of(self.name, self._label(inputs)))
         with span.as_current(), TagsContext(current_tags=set()):
             future = runner.submit(self._prepare(inputs), {**inputs, **self._beside(inputs)})
-        return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds, span))
+
+        def result(state: State[Any], seconds: float) -> R:
+            if journal is not None:
+                journal.end(call)
+            return self._result(inputs, state, seconds, span)
+
+        return Submitted(future, result)
 
     def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
         """Run what a `submit` of another process handed over, with the storage of this process's settings.
@@ -240,10 +248,13 @@ class Stage(Generic[P, R]):
         prepared.result_storage = storage
         return prepared
 
+    def _label(self, inputs: dict[str, Any]) -> str:
+        return str(spread_arguments(inputs).get(LABEL, ""))
+
     def _span(self, inputs: dict[str, Any]) -> traces.Span:
         if not traces.is_on():
             return traces.Span()
-        label = str(spread_arguments(inputs).get(LABEL, "")) or None
+        label = self._label(inputs) or None
         return traces.start_span(self.name, stage=self.name, label=label, key=self.key(inputs) if self.cached else None)
 
     def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float, span: traces.Span) -> R:

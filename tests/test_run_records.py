@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.leases import lease
 from rollout_core.objects.store import blob_key
+from rollout_core.runs.decisions import note_decision
 from rollout_core.runs.figures import MOST_POINTS, curves_of
 from rollout_core.runs.records import (
     ABSENT,
+    AtWork,
     Live,
     MetricsOf,
     RunDetail,
@@ -33,8 +37,11 @@ from rollout_core.runs.records import (
     RunRecords,
     StageCall,
     differences,
+    next_step,
     runs_under_way,
     shown_state,
+    state_in_words,
+    work_in_words,
 )
 from rollout_core.runs.samples import compare_held_out, final_evaluation, read_set, sample_sets
 
@@ -142,6 +149,68 @@ def test_a_run_without_a_lease_is_lost(objects: ObjectStore) -> None:
         assert shown_state(running, runs_under_way(objects)) == "running"
     assert shown_state(running, runs_under_way(objects)) == "lost"
     assert shown_state(ended, runs_under_way(objects)) == "failed"
+
+
+def test_short_ids_are_as_long_as_tells_runs_apart(objects: ObjectStore) -> None:
+    ids = ("01a21e4a-7c1f-7aa1-0000", "01a21e4a-7c1f-7ab1-0000", "01a21e4a-7c1f-7ab2-0000", "bbbb3333-0000")
+    for day, run in enumerate(ids):
+        RunRecords(objects).write(head(run, day), RunDetail(config={}))
+    records = RunRecords(objects)
+    shown = ["01a21e4a-7c1f-7aa", "01a21e4a-7c1f-7ab1", "01a21e4a-7c1f-7ab2", "bbbb3333"]
+    assert [records.short(run) for run in ids] == shown
+    assert [records.find(run).id for run in shown] == list(ids)
+    listed = CliRunner().invoke(app, ["runs", "--storage", f"{objects.url}"]).output
+    assert all(f"{run} " in listed for run in shown)
+
+
+def test_a_run_under_way_that_is_not_heard_of_says_since_when(objects: ObjectStore, tmp_path: Path) -> None:
+    records = RunRecords(objects)
+    since = BEGAN + timedelta(minutes=5)
+    records.write(head(at_work=(AtWork(title="evaluate before", since=since),) * 2), RunDetail(config={}))
+    found = records.find(IDS[0])
+    assert work_in_words(found, "running") == "evaluate before since 02:05:00 UTC, and 1 more"
+    assert (work_in_words(found, "lost"), state_in_words(found, "running")) == ("", "running")
+    (ref,) = (path for path in (tmp_path / "store/refs/run-records").rglob("*") if IDS[0] in path.name)
+    minutes_ago = time.time() - 7 * 60
+    os.utime(ref, (minutes_ago, minutes_ago))
+    for found in (records.find(IDS[0]), *records.heads()):
+        assert state_in_words(found, "running") == "running, last heard of 7 min ago"
+        assert state_in_words(found, "lost") == "lost"
+    with lease(objects, f"night (flow run {IDS[0]})"):
+        for command in (["runs"], ["show", IDS[0]]):
+            shown = CliRunner().invoke(app, [*command, "--storage", f"{objects.url}"]).output
+            assert "running, last heard of 7 min ago" in shown and "evaluate before since 02:05:00 UTC" in shown
+    records.renew(IDS[0])
+    assert state_in_words(records.find(IDS[0]), "running") == "running"
+
+
+def test_a_run_that_ended_badly_says_what_to_do_next(objects: ObjectStore) -> None:
+    records = RunRecords(objects)
+    records.write(head(state="failed", error="ConfigError: no"), RunDetail(config={}))
+    shown = CliRunner().invoke(app, ["show", IDS[0], "--storage", f"{objects.url}"]).output
+    assert "failed: ConfigError: no" in shown
+    assert f"mend what the error names, then start the run again (`prefect flow-run retry {IDS[0]}`" in shown
+    assert next_step(head(), "lost").startswith("start the run again")
+    assert next_step(head(), "completed") == next_step(head(), "running") == ""
+
+
+def test_what_a_person_decided_is_said_by_the_runs_that_asked(objects: ObjectStore) -> None:
+    records, model, other = RunRecords(objects), content_id("model", 1), content_id("model", 2)
+    asked = call("promote", kind="Promotion", model=model, waits=True)
+    for day, (run, detail) in enumerate(
+        zip(IDS, (asked, call("promote", kind="Promotion", model=other, waits=True), call("promote")), strict=True)
+    ):
+        told = "a person is to decide; it waits for a person"
+        records.write(
+            head(run, day, state="completed", promoted=False, reason=told), RunDetail(config={}, calls=(detail,))
+        )
+    assert note_decision(objects, model, "approved by Ada: good", promoted=True) == 1
+    found = records.find(IDS[0])
+    assert (found.promoted, found.reason, found.written) == (True, "approved by Ada: good", head(IDS[0]).written)
+    assert all(records.find(run).promoted is False for run in IDS[1:])
+    assert note_decision(objects, model, "again", promoted=True) == 0
+    assert note_decision(objects, other, "better; rejected by Ada", promoted=False) == 1
+    assert records.find(IDS[1]).reason == "better; rejected by Ada"
 
 
 def metrics(objects: ObjectStore, label: str, *rows: dict[str, float]) -> MetricsOf:

@@ -168,7 +168,7 @@ class RunPages:
         curves = curves_of(self._sources.objects, head, detail)
         named = sorted(curves.values(), key=_place)
         document = [{"name": curve.name, "x": curve.x, "y": [_finite(value) for value in curve.y]} for curve in named]
-        return JSONResponse({"run": f"{head.name} {head.id[:8]}", "curves": document})
+        return JSONResponse({"run": f"{head.name} {self._sources.records.short(head.id)}", "curves": document})
 
     def curves_csv(self, request: Request) -> Response:
         """Its curves as rows of curve, step, value."""
@@ -179,7 +179,7 @@ class RunPages:
         for curve in curves_of(self._sources.objects, head, detail).values():
             rows.writerows([curve.name, *point] for point in zip(curve.x, curve.y, strict=True))
         # A header holds few characters, and a name any.
-        name = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{head.name}-{head.id[:8]}.csv")
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{head.name}-{self._sources.records.short(head.id)}.csv")
         disposition = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(written.getvalue(), media_type="text/csv", headers=disposition)
 

@@ -52,10 +52,11 @@ def recorded_runs(incomplete: str) -> list[tuple[str, str]]:
     if not url.startswith("file://"):
         return []
     try:
-        heads = RunRecords(ObjectStore.from_url(url)).heads(limit=_MOST_RUNS)
+        records = RunRecords(ObjectStore.from_url(url))
+        heads = records.heads(limit=_MOST_RUNS)
     except (RolloutError, OSError):  # a shell has no use for an error
         return []
     found = [("latest", "the last run")]
-    found += [(head.id[:8], f"{head.name}, {head.flow}, {head.began:%m-%d %H:%M}") for head in heads]
+    found += [(records.short(head.id), f"{head.name}, {head.flow}, {head.began:%m-%d %H:%M}") for head in heads]
     found += [(name, "the last run of this name") for name in dict.fromkeys(head.name for head in heads)]
     return [(word, meaning) for word, meaning in found if word.startswith(incomplete)]

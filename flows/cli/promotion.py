@@ -73,13 +73,16 @@ def promote(
     with one_line_errors(debug):
         from rollout_core.config import PromotionConfig, parse_config
         from rollout_core.promotion.history import Change, change_latest, model_to_promote, this_user
+        from rollout_core.runs.decisions import note_decision
 
         parse_config({"resource": resource}, PromotionConfig, name="--resource")
 
         async def change(objects: ObjectStore, store: LightningStore) -> tuple[str, Entry | None]:
             found = model_to_promote(objects, model)
             wanted = Change("promote", resource, found, this_user("rollout promote"), reason)
-            return found, await change_latest(store, objects, wanted)
+            entry = await change_latest(store, objects, wanted)
+            note_decision(objects, found, f"promoted by {wanted.by}: {reason}", promoted=True)
+            return found, entry
 
         found, entry = _connected(change)
         typer.echo(f"{resource}: model {found}" + (" is the latest already" if entry is None else _instead(entry)))

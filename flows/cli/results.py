@@ -76,7 +76,8 @@ def runs(
                     and (state is None or shown_state(head, alive) == state)
                 )
 
-            found = RunRecords(objects).heads(wanted, limit=limit)
+            records = RunRecords(objects)
+            found = records.heads(wanted, limit=limit)
         if as_json:
             rows = [{**head.model_dump(mode="json"), "state": shown_state(head, alive)} for head in found]
             typer.echo(json.dumps(rows, indent=2))
@@ -85,8 +86,19 @@ def runs(
             typer.echo("no run is recorded here yet" if flow is name is state is None else "no run is like that")
             return
         table = Table(box=None, pad_edge=False)
-        rows = [_cells(head, shown_state(head, alive)) for head in found]
-        names = ("run", "began (UTC)", "name", "flow", "state", "held-out reward", "promoted", "time", "cost")
+        rows = [_cells(records.short(head.id), head, shown_state(head, alive)) for head in found]
+        names = (
+            "run",
+            "began (UTC)",
+            "name",
+            "flow",
+            "state",
+            "at work",
+            "held-out reward",
+            "promoted",
+            "time",
+            "cost",
+        )
         # What no run has needs no room; of the rest only names may be cut.
         shown = [place for place, name in enumerate(names) if any(row[place] for row in rows)]
         for place in shown:
@@ -98,17 +110,18 @@ def runs(
         print_table(table)
 
 
-def _cells(head: RunHead, state: str) -> tuple[str, ...]:
-    from rollout_core.runs.records import shown_seconds
+def _cells(short: str, head: RunHead, state: str) -> tuple[str, ...]:
+    from rollout_core.runs.records import shown_seconds, state_in_words, work_in_words
 
     promoted = "" if head.promoted is None else "yes" if head.promoted else "no"
     cost = f"{head.price:.2f} {head.currency}" if head.currency else ""
     return (
-        head.id[:8],
+        short,
         f"{head.began.astimezone(UTC):%m-%d %H:%M}",
         head.name,
         head.flow,
-        state,
+        state_in_words(head, state),
+        work_in_words(head, state),
         _rewards(head),
         promoted,
         duration(shown_seconds(head, state)),
@@ -157,13 +170,15 @@ def show(run: RunName = "latest", storage: StoragePath = None, as_json: AsJson =
 
 
 def _facts(head: RunHead, detail: RunDetail, state: str) -> dict[str, str]:
-    from rollout_core.runs.records import shown_seconds
+    from rollout_core.runs.records import next_step, shown_seconds, state_in_words, work_in_words
 
     cost = f"{head.computed_seconds:.1f} s computed" + (f", {head.price:.4f} {head.currency}" if head.currency else "")
     return {
         "run": f"{head.name} ({head.id})",
         "flow": f"{head.flow}, called {head.flow_run_name}" + (f", try {head.tries}" if head.tries > 1 else ""),
-        "state": state + (f": {head.error}" if head.error else ""),
+        "state": state_in_words(head, state) + (f": {head.error}" if head.error else ""),
+        **({"next": todo} if (todo := next_step(head, state)) else {}),
+        **({"at work": work} if (work := work_in_words(head, state)) else {}),
         "began": f"{head.began.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC, took {duration(shown_seconds(head, state))}",
         **{name: value for name in ("model", "algorithm", "data") if (value := getattr(head, name))},
         **{f"held out {moment.name}": f"{moment.reward:.4f}" for moment in head.held_out},
@@ -256,7 +271,7 @@ def compare(
             }
             typer.echo(_as_json(document))
             return
-        typer.echo("runs: " + " and ".join(f"{head.name} ({head.id[:8]})" for head, _ in both))
+        typer.echo("runs: " + " and ".join(f"{head.name} ({records.short(head.id)})" for head, _ in both))
         print_table(_side_by_side("configuration", [(row.key, *map(str, row.values)) for row in keys]))
         last = [(name, f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}") for name, (a, b) in figures.items()]
         print_table(_side_by_side("last value of", last, "difference"))
@@ -401,7 +416,9 @@ def _follow(objects: ObjectStore, records: RunRecords, head: RunHead) -> str:
             step = line
         state = shown_state(head, runs_under_way(objects))
         if state != "running":
-            typer.echo(f"{head.name} ({head.id[:8]}) {state}" + (f": {visible(head.error)}" if head.error else ""))
+            typer.echo(
+                f"{head.name} ({records.short(head.id)}) {state}" + (f": {visible(head.error)}" if head.error else "")
+            )
             return state
         sys.stdout.flush()
         time.sleep(POLL_SECONDS)

@@ -15,10 +15,12 @@ import logging
 import re
 import time
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import takewhile
 from threading import Lock
 from typing import Any, Literal, get_args
 
@@ -34,7 +36,7 @@ from rollout_core.base.errors import (
 )
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.files import RUN_RECORD_REFS
+from rollout_core.objects.files import RUN_RECORD_REFS, ref_key
 from rollout_core.objects.leases import live_leases
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,11 @@ log = logging.getLogger(__name__)
 MOST_CALLS = 2_000
 """Calls of stages in a record: the last ones."""
 MOST_LIVE_ROWS = 1_000
+MOST_AT_WORK = 8
+SILENT_SECONDS = 180.0
+"""A run under way renews its record every minute; one that was not heard of for so long may be lost."""
+SHORT_DIGITS = 8
+"""Least digits of a run's id where it is shown short."""
 _READ_TRIES = 3
 _AT_ONCE = 200
 """Heads that are read side by side."""
@@ -75,6 +82,16 @@ class Moment(BaseModel):
     """Such as ``before`` or ``after PPO``."""
     reward: float
     """Mean over its samples."""
+
+
+class AtWork(BaseModel):
+    """A call of a stage that has not ended."""
+
+    model_config = ConfigDict(frozen=True)
+
+    title: str
+    """Stage and label."""
+    since: AwareDatetime
 
 
 class RunHead(BaseModel):
@@ -115,6 +132,10 @@ class RunHead(BaseModel):
     counts: dict[str, int] = {}
     """Calls of stages: computed, cached, checked, failed."""
     metrics: tuple[MetricsOf, ...] = ()
+    at_work: tuple[AtWork, ...] = ()
+    """Calls that are under way, the first `MOST_AT_WORK`."""
+    heard: AwareDatetime | None = None
+    """When the record of a run under way was last written or renewed, by the storage's clock; set where it is read."""
     detail: ContentId = _NOT_FILED
     """Of the `RunDetail`, compressed."""
 
@@ -188,6 +209,8 @@ class RunRecords:
         """Heads that were read, by ref, with the time when the ref was set."""
         self._written: dict[str, str] = {}
         """Refs by the run's id: to look for one, all are listed."""
+        self._ids: list[str] = []
+        """Of all runs as they were listed last, sorted."""
 
     def write(self, head: RunHead, detail: RunDetail) -> None:
         """``head.detail`` is set here. Takes the place of the run's record before. Raises what the storage raises."""
@@ -216,6 +239,7 @@ class RunRecords:
         dated = {key.removeprefix("refs/"): stat.modified for key, stat in self._objects.files.list(_KEYS)}
         for gone in self._known.keys() - dated.keys():
             del self._known[gone]
+        self._ids = sorted(map(_id_in, dated))
         found: list[RunHead] = []
         names = sorted(dated, reverse=True)
         step = limit if limit is not None and limit < _AT_ONCE else _AT_ONCE
@@ -230,6 +254,8 @@ class RunRecords:
                 # Storage may date by whole seconds, within which a record may change; one that ended long ago does not.
                 if head.state != "running" and time.time() - dated[name] > _SETTLED_SECONDS:
                     self._known[name] = (dated[name], head)
+                if head.state == "running":
+                    head = head.model_copy(update={"heard": datetime.fromtimestamp(dated[name], UTC)})
                 if keep(head):
                     found.append(head)
             if limit is not None and len(found) >= limit:
@@ -242,12 +268,12 @@ class RunRecords:
         if run == "latest":
             found = self.heads(limit=1)
         else:
-            ids = [name for name in self._objects.ref_names(RUN_RECORD_REFS) if _id_in(name).startswith(run)]
+            ids = [name for name in self._listed() if _id_in(name).startswith(run)]
             named = self.heads(lambda head: head.name == run, limit=1) if len(ids) != 1 else []
             if len(ids) > 1 and len(run) >= _LEAST_DIGITS and not named:
                 shown = ", ".join(sorted(_id_in(name) for name in ids)[:4])
                 raise ConfigError(f"run {run!r}: expected digits that only one run begins with, got those of {shown}")
-            read = self._read(ids[0]) if len(ids) == 1 and len(run) >= _LEAST_DIGITS else None
+            read = self._read_now(ids[0]) if len(ids) == 1 and len(run) >= _LEAST_DIGITS else None
             found = [read] if read is not None else named or self.heads(lambda head: head.name == run, limit=1)
         if not found:
             raise NotFound(
@@ -270,6 +296,36 @@ class RunRecords:
                 ) from error
         raise NotFound(f"the record of run {head.id} in {self._objects.url} is not whole: a part of it is gone")
 
+    def renew(self, run: str) -> None:
+        """Say that a run of which a record was written here is still under way."""
+        name = self._written.get(run)
+        named = None if name is None else self._objects.get_ref(name)
+        if name is not None and named is not None:
+            self._objects.set_ref(name, named)
+
+    def short(self, run: str) -> str:
+        """The first digits of a run's id, as many as tell it from all others: ids of scheduled runs, which a server
+        makes together, have the same first ones."""
+        if not self._ids:
+            self._listed()
+        place = bisect_left(self._ids, run)
+        others = [other for other in self._ids[max(0, place - 1) : place + 2] if other != run]
+        shared = max((_num_shared(run, other) for other in others), default=0)
+        return run[: max(SHORT_DIGITS, shared + 1)]
+
+    def _listed(self) -> list[str]:
+        names = self._objects.ref_names(RUN_RECORD_REFS)
+        self._ids = sorted(map(_id_in, names))
+        return names
+
+    def _read_now(self, name: str) -> RunHead | None:
+        """`_read`, with when it was last heard of a run under way."""
+        head = self._read(name)
+        if head is None or head.state != "running":
+            return head
+        stat = self._objects.files.stat(ref_key(name))
+        return head if stat is None else head.model_copy(update={"heard": datetime.fromtimestamp(stat.modified, UTC)})
+
     def _name_of(self, run: str) -> str | None:
         return next((name for name in self._objects.ref_names(RUN_RECORD_REFS) if _id_in(name) == run), None)
 
@@ -290,6 +346,11 @@ class RunRecords:
 
 _KEYS = f"refs/{RUN_RECORD_REFS}"
 _LEAST_DIGITS = 4
+
+
+def _num_shared(one: str, other: str) -> int:
+    """How many first characters are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _id_in(name: str) -> str:
@@ -336,6 +397,43 @@ def shown_state(head: RunHead, under_way: Collection[str]) -> str:
     """Its state, or `LOST`. A run that is written as running and holds no lease was killed; once it is tried again it
     runs again."""
     return LOST if head.state == "running" and head.id not in under_way else head.state
+
+
+def silent_seconds(head: RunHead, state: str) -> float | None:
+    """For how long nothing was heard of a run that is shown as under way; None where that is not long."""
+    if state != "running" or head.heard is None:
+        return None
+    seconds = (datetime.now(UTC) - head.heard).total_seconds()
+    return seconds if seconds > SILENT_SECONDS else None
+
+
+def state_in_words(head: RunHead, state: str) -> str:
+    """Its state; of a run under way of which nothing is heard, since when."""
+    seconds = silent_seconds(head, state)
+    return state if seconds is None else f"{state}, last heard of {in_words(seconds)} ago"
+
+
+def in_words(seconds: float) -> str:
+    """Such as ``7 min``."""
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{round(minutes / 60)} h"
+
+
+def work_in_words(head: RunHead, state: str) -> str:
+    """Which stages a run under way is at, and since when; empty where it is at none."""
+    if state != "running" or not head.at_work:
+        return ""
+    first, *others = head.at_work
+    more = f", and {len(others)} more" if others else ""
+    return f"{first.title} since {first.since.astimezone(UTC):%H:%M:%S} UTC{more}"
+
+
+def next_step(head: RunHead, state: str) -> str:
+    """What a person does about a run that ended so; empty where there is nothing to be done."""
+    again = f"start the run again (`prefect flow-run retry {head.id}`, or the same command); done stages are cached"
+    if state == "failed":
+        return f"mend what the error names, then {again}"
+    return again if state in ("stopped", LOST) else ""
 
 
 def shown_seconds(head: RunHead, state: str) -> float:

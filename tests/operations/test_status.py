@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,7 +18,22 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, StateType
 
-from deployments.status import Deployment, Pool, Status, _tells, _unworked_pools
+from deployments.probes import Database, Server, Storage, look_for_silent
+from deployments.status import (
+    Deployment,
+    Pool,
+    Run,
+    Status,
+    Worker,
+    _deployment_row,
+    _pool_row,
+    _problems,
+    _tells,
+    _unworked_pools,
+    _with_silence,
+)
+from rollout_core.objects import ObjectStore
+from rollout_core.runs.records import RunDetail, RunHead, RunRecords
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.types import EnqueueRolloutRequest
 from tests.flows.conftest import wait_for
@@ -39,6 +55,11 @@ def {name}():
 def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[OwnServer]:
     with own_server(tmp_path_factory.mktemp("status"), prefect_database) as started:
         yield started
+
+
+@pytest.fixture
+def objects() -> ObjectStore:
+    return ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
 
 
 def report(server: OwnServer, **environment: str) -> dict[str, Any]:
@@ -278,6 +299,49 @@ def test_a_pool_without_a_worker_or_that_is_missing_comes_with_a_command_that_he
     assert told("gpu", "kubernetes").endswith("has no worker online; start one: prefect worker start --pool gpu")
     assert told("gpu", None).endswith("does not exist; run python -m deployments.pools")
     assert "does not exist; create it: prefect work-pool create h100 --type" in told("h100", None)
+
+
+def test_a_pool_without_a_worker_is_not_at_work():
+    idle = {"type": "process", "concurrency_limit": None, "active_slots": None, "num_gone": 0}
+    online = Worker(name="here-cpu", online=True, last_heartbeat=None, age_seconds=1.0)
+
+    def state(*workers: Worker, paused: bool = False, needs_worker: bool = True) -> str:
+        return _pool_row(Pool(name="cpu", paused=paused, needs_worker=needs_worker, workers=list(workers), **idle))[2]
+
+    assert state() == state(online.model_copy(update={"online": False})) == "no worker online"
+    assert state(online) == state(needs_worker=False) == "at work"
+    assert state(online, paused=True) == "paused"
+
+
+def test_a_run_that_is_not_heard_of_is_a_problem_and_says_since_when(objects: ObjectStore):
+    now = datetime.now(UTC)
+    of = {"of": "nightly/nightly", "state": "Running", "type": StateType.RUNNING, "message": "", "auto_scheduled": True}
+    times = {"due": None, "start": now, "end": None, "since": now, "seconds": 0.0}
+    lost, well = (Run(id=uuid4(), name=name, **of, **times) for name in ("lost", "well"))
+    records = RunRecords(objects)
+    for run in (lost, well):
+        head = RunHead(id=str(run.id), name=run.name, flow="nightly", state="running", began=now, written=now)
+        records.write(head, RunDetail(config={}))
+    folder = Path(objects.url.removeprefix("file://")) / "refs"
+    [ref] = [path for path in folder.rglob("*") if str(lost.id) in path.name]
+    os.utime(ref, (time.time() - 420, time.time() - 420))
+    silent = look_for_silent([str(lost.id), str(well.id), str(uuid4())])
+    assert silent.keys() == {str(lost.id)}
+    nights = Deployment(
+        id=uuid4(), name="nightly/nightly", pool="cpu", schedules=[], num_paused=0, concurrency_limit=1, next_run=None,
+        should_have_next=False, last_run=None, telling_run=None, running=[lost, well],
+    )  # fmt: skip
+    nights = _with_silence(nights, silent)
+    assert (
+        "lost since" in _deployment_row(nights, now)[4]
+        and "last heard of 7 min ago, well" in _deployment_row(nights, now)[4]
+    )
+    found = Status.model_construct(
+        server=Server(source="x"), storage=Storage(address="x"), database=Database(address="x"), pools=[], late=[],
+        deployments=[nights],
+    )  # fmt: skip
+    [problem] = _problems(found)
+    assert problem.startswith("nightly/nightly: run 'lost' was last heard of 7 min ago; is its machine there?")
 
 
 def test_it_ends_where_nothing_ever_answers(tmp_path: Path):

@@ -23,8 +23,10 @@ from deployments.ui.beside import PAGES as PAGES_BESIDE
 from deployments.ui.door import guarded
 from deployments.ui.rollouts import Wanted, _final_reward
 from deployments.ui.server import application as pages_of
+from deployments.ui.stored import FORGOTTEN_SECONDS, _is_there, last_sign
 from rollout_core.agents.emitters import reward_attributes
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
+from rollout_core.base.processes import ProcessName, this_machine
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import lease
@@ -37,7 +39,7 @@ from rollout_core.runs.samples import sample_sets
 from rollout_core.store import InMemoryLightningStore, SqlLightningStore
 from rollout_core.store.http.app import create_app
 from rollout_core.store.http.serve import ServeSettings, with_pages
-from rollout_core.store.types import AttemptUpdate
+from rollout_core.store.types import AttemptUpdate, Worker
 from tests.pages import LIKENESS, RENAMED, TILE, chromium, difference, tile_of
 from tests.server_logs import ServerLogs
 from tests.store.conftest import Make
@@ -271,7 +273,7 @@ def test_what_an_address_holds_is_shown_as_text(client: TestClient, address: str
 def test_a_run_that_was_killed_is_lost_until_it_is_tried_again(filled: ObjectStore, client: TestClient) -> None:
     record(filled, RUNNING, 2, 0.5, state="running", tries=1, error=None)
     page = client.get(f"/runs/{RUNNING}").text
-    assert 'class="state lost"' in page and "Run the same command again" in page and "data-every" not in page
+    assert 'class="state lost"' in page and "or the same command); done stages are" in page and "data-every" not in page
     assert RUNNING in client.get("/?state=lost").text and RUNNING not in client.get("/?state=running").text
     record(filled, RUNNING, 2, 0.5, state="running", tries=2, error=None)
     with lease(filled, f"night2 (flow run {RUNNING})"):
@@ -629,3 +631,12 @@ def test_a_store_server_without_its_storage_serves_the_store(tmp_path: Path, mon
     elsewhere = {"origin": "http://other.example"}
     assert client.get("/v1/agl/statistics", headers=elsewhere).headers["access-control-allow-origin"]
     assert client.get("/ui/", headers=elsewhere).status_code == 403
+
+
+def test_workers_of_runs_that_ended_are_not_shown_in_the_queue() -> None:
+    now, gone = 1e9, ProcessName(this_machine(), 2**22 - 1, 1)
+    claimed = Worker(worker_id="host:elsewhere:1:2", last_dequeue_time=now - 60, last_idle_time=now - 30)
+    assert _is_there(claimed, now) and last_sign(claimed) == now - 30
+    assert not _is_there(claimed, now + FORGOTTEN_SECONDS), "its last sign of life is too long ago"
+    assert not _is_there(claimed.model_copy(update={"worker_id": f"host:{gone}"}), now), "its process has ended"
+    assert not _is_there(Worker(worker_id="never"), now)

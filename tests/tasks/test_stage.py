@@ -498,3 +498,32 @@ def test_every_stage_has_a_kind_and_every_kind_a_limit():
     assert found > KINDS.keys()
     assert {kind_of(name) for name in found} == StageTimeouts.model_fields.keys()
     assert StageTimeouts().cache_identity() is None
+
+
+def test_the_journal_says_which_stages_are_under_way_and_since_when(prefect_server):
+    from prefect import flow
+
+    from tasks.logs import current_journal, keep_journal
+    from tasks.stage import stage
+
+    @stage(version=1, cached=False)
+    def outer(number: int, *, label: str = "") -> Made:
+        journal = current_journal()
+        assert journal is not None
+        CALLS.append(tuple(journal.at_work.values()))
+        if number:
+            raise Fatal("no")
+        return Made(blob=hash_bytes(b"0"), number=number)
+
+    @flow
+    def run() -> None:
+        before = time.time()
+        with keep_journal() as journal:
+            outer(0, label="first")
+            with pytest.raises(Fatal):
+                outer(1, label="second")
+            assert journal.at_work == {}
+        for (call,), title in zip(CALLS, ("outer first", "outer second"), strict=True):
+            assert call[0] == title and before <= call[1] <= time.time()
+
+    run()
