@@ -146,7 +146,8 @@ def deploy(
             # Not before: Prefect takes the server's address when it is imported.
             from deployments import pools
 
-            pools.deploy(Path.cwd(), pool, names or (), project=project, config=config)
+            if pools.deploy(Path.cwd(), pool, names or (), project=project, config=config):
+                typer.echo(f"no worker of pool {pool} is online; start one: rollout ops worker --pool {pool}")
 
 
 @ops_app.command("worker")

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,15 @@ OF_THE_NIGHT = ("flows/nightly.py:nightly", "flows/canary.py:canary")
 """Flows that run by the configuration of the nightly run."""
 _MOST_DEPLOYMENTS = 200
 """Prefect gives no more at once."""
+_HINT, _END_OF_HINT, _MOST_OF_A_HINT = "To execute flow runs from these deployments", "prefect worker start", 6
+"""How Prefect says that a worker is needed, wrapped to the width of the terminal."""
 
 
 def deploy(
     folder: Path, pool: str, names: Sequence[str] = (), *, project: str | None = None, config: Path | None = None
-) -> None:
-    """Create what is needed and deploy what the ``prefect.yaml`` in ``folder`` lists, or of it ``names``, on ``pool``.
+) -> bool:
+    """Create what is needed and deploy what the ``prefect.yaml`` in ``folder`` lists, or of it ``names``, on ``pool``;
+    whether Prefect says that the pool needs a worker.
 
     Deployments that are there already move to the pool. Runs work in the folder ``project`` of the worker's machine, by
     default in ``folder``. ``config`` as of `listed_deployments`. Raises ConfigError for a name or pool that there is
@@ -72,13 +75,34 @@ def deploy(
     with tempfile.NamedTemporaryFile("w", suffix=f"-{FILE}", encoding="utf-8") as file:
         yaml.safe_dump(document, file, sort_keys=False)
         file.flush()
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", "prefect", "--no-prompt", "deploy", f"--prefect-file={file.name}", *asked],
             cwd=folder,
             env={**os.environ, "ROLLOUT_PROJECT": project or str(folder), "ROLLOUT_POOL": pool},
-        )
-    if done.returncode:
-        raise RolloutError(f"`prefect deploy` ended with {done.returncode} in {folder}; what it said is above")
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as deploying:
+            assert deploying.stdout is not None, "asked for"
+            needs_worker = False
+            for line, is_hint in marked(deploying.stdout):
+                needs_worker = needs_worker or is_hint
+                sys.stdout.write("" if is_hint else line)
+                sys.stdout.flush()
+    if deploying.returncode:
+        raise RolloutError(f"`prefect deploy` ended with {deploying.returncode} in {folder}; what it said is above")
+    return needs_worker
+
+
+def marked(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """What `prefect deploy` prints, each line with whether it is of the hint that a worker is needed, which comes again
+    for each deployment."""
+    left = 0
+    for line in lines:
+        if line.startswith(_HINT):
+            left = _MOST_OF_A_HINT
+        yield line, left > 0
+        left = 0 if _END_OF_HINT in line else max(0, left - 1)
 
 
 def _keep_paused(client: SyncPrefectClient, items: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Iterable
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 LOOK_SECONDS = 0.2
+OBSERVERS = ("prefect.FlowRunCancellingObserver", "prefect.FlowRunSuspendingObserver")
+"""Loggers of what listens to the server for runs that are cancelled or suspended."""
+MOST_OF_AN_ERROR = 300
 REFUSED = 3
 """Exit status of `deployments.parameters` where a run's are wrong."""
 
@@ -150,12 +154,26 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
+class OneLine(logging.Filter):
+    """Makes a line of a traceback: of an observer that has lost its server each is the same, and dozens of lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if error is not None:
+            why = " ".join(str(error).split())
+            record.msg = f"{record.getMessage()} ({type(error).__name__}{': ' if why else ''}{why[:MOST_OF_AN_ERROR]})"
+            record.args, record.exc_info, record.exc_text = (), None, None
+        return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A Prefect worker that hands its runs back when it is told to end.")
     parser.add_argument("--pool", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--limit", type=int)
     arguments = parser.parse_args()
+    for name in OBSERVERS:
+        logging.getLogger(name).addFilter(OneLine())
     worker = DrainingWorker(
         name=arguments.name,
         work_pool_name=arguments.pool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import tomllib
 import urllib.request
 from collections.abc import Callable
@@ -25,6 +27,7 @@ import yaml
 from prefect import get_client
 
 from deployments import pools, serve
+from deployments.worker import OneLine
 from flows.connections import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
@@ -177,6 +180,30 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
     lineage = lineage_of(objects(), snapshots_of("ppo")[0].id)
     assert lineage is not None
     assert (lineage.arithmetic["numerics"], lineage.arithmetic["instructions"]) == ("portable", "AVX2")
+
+
+@pytest.mark.parametrize("width", [200, 80, 50])
+def test_how_to_start_a_worker_is_not_said_for_each_deployment(width: int):
+    """What `prefect deploy` prints of two deployments, wrapped as rich does it."""
+    hint = (
+        "To execute flow runs from these deployments, start a worker in a separate terminal that pulls work from the "
+        "'cpu' work pool:"
+    )
+    command = "\t$ prefect worker start --pool 'cpu'"
+    rest = ["Deployment 'x/x' successfully created with id '1'.", "", "To schedule a run for this deployment, use ..."]
+    lines = [rest[0], rest[1], *textwrap.wrap(hint, width), "", command, rest[1], rest[2]]
+    shown = [line for line, is_hint in pools.marked([*lines, *lines]) if not is_hint]
+    assert shown == [rest[0], "", "", rest[2]] * 2
+    assert not any(is_hint for _, is_hint in pools.marked(rest))
+
+
+def test_a_traceback_of_an_observer_is_a_line():
+    try:
+        raise ConnectionRefusedError("nobody\nlistens")
+    except ConnectionRefusedError:
+        record = logging.LogRecord("x", logging.WARNING, "x", 1, "the %s failed", ("websocket",), sys.exc_info())
+    assert OneLine().filter(record)
+    assert logging.Formatter().format(record) == "the websocket failed (ConnectionRefusedError: nobody listens)"
 
 
 def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
