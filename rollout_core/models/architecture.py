@@ -222,12 +222,46 @@ def count_cut(folder: Path, parallel: ParallelConfig) -> int:
     return sum(model.base_model.get_submodule(path).weight.numel() for path, how in layers.items() if how != SUMMED)
 
 
-def count_adapted(folder: Path, lora: LoRAConfig) -> dict[str, int]:
-    """How many parameters of the model of a folder are trained with adapters, and how many stored in four bits. Raises
-    ConfigError where the layers for them are not there."""
-    adapted = with_lora(blank_model(folder), lora, seed=0)
+class AdapterCounts(NamedTuple):
+    """Parameters of a model with adapters."""
+
+    trained: int
+    quantized: int
+    """Stored in four bits."""
+    left_out: Mapping[str, int]
+    """Those of layers, by their names with ``*`` for a number, that are neither adapted nor linear, embeddings or
+    output: experts that are one tensor, their router, convolutions."""
+    all: int
+
+
+def count_adapted(folder: Path, lora: LoRAConfig) -> AdapterCounts:
+    """How the model of a folder is trained with adapters. Raises ConfigError where the layers for them are not there,
+    or cannot be merged."""
+    model = blank_model(folder)
+    shapes, size = _shapes(model.state_dict()), sum(parameter.numel() for parameter in model.parameters())
+    adapted = with_lora(model, lora, seed=0)
+    if _shapes(merged_weights(adapted, adapted.state_dict())) != shapes:
+        raise ConfigError(
+            f"adapters of {type(model).__name__} cannot be merged into its weights; choose other lora.target_modules"
+        )
     trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
-    return {"trained_parameters": trained, "quantized_parameters": quantized_parameters(adapted, lora)}
+    return AdapterCounts(trained, quantized_parameters(adapted, lora), _left_out(adapted), size)
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _left_out(model: nn.Module) -> dict[str, int]:
+    found: dict[str, int] = {}
+    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    for path, module in model.named_modules():
+        matrices = [one for one in module.parameters(recurse=False) if one.ndim > 1]
+        is_known = isinstance(module, nn.Embedding) or type(module) is nn.Linear or module is output
+        if matrices and not is_known and not path.endswith(_BASE[:-1]):
+            name = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+            found[name] = found.get(name, 0) + sum(one.numel() for one in matrices)
+    return found
 
 
 _ADAPTER = "default"
@@ -235,6 +269,7 @@ _BASE = ".base_layer."
 _OWN = ".lora_"
 _HEADS = ("score",)
 """Of reward models: new, so trained whole."""
+_HELD = "held"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -243,39 +278,32 @@ def with_lora(model: ModelT, config: LoRAConfig | None, *, seed: int) -> ModelT:
     """``model`` with adapters in it and its own weights frozen, but a reward model's head; None leaves it as it is.
 
     At first adapters change nothing: B is 0, A follows ``seed``. Raises ConfigError where ``target_modules`` names no
-    layer of the model, its output layer, whose weight the trainer reads itself, or what is no linear layer.
+    layer of the model, its output layer, whose weight the trainer reads itself, or what is no linear layer; and where
+    peft refuses one, as of Mamba's kernels that read a weight themselves.
     """
     if config is None:
         return model
     from peft import LoraConfig, inject_adapter_in_model
 
-    # Of models with experts peft would take these and their router for linear layers, too.
-    linear = linear_layers(model)
-    targets = list(config.target_modules) or (linear if _has_experts(model) else "all-linear")
+    adapted: nn.Module = model
+    targets = _targets(model, config.target_modules)
+    if _has_experts(model):
+        # By the model's configuration peft would take names such as up_proj for those of experts in older checkpoints.
+        adapted, targets = nn.ModuleDict({_HELD: model}), [f"{_HELD}.{path}" for path in targets]
     settings = LoraConfig(
         r=config.r,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=config.dropout,
         use_rslora=config.rank_stabilized,
         target_modules=targets,
-        exclude_modules=[head for head in _HEADS if hasattr(model, head)] or None,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Of output layers tied to the embeddings, which are refused below.
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # and then to what is right
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+            inject_adapter_in_model(settings, adapted, adapter_name=_ADAPTER)
         except ValueError as error:
-            raise ConfigError(
-                f"lora.target_modules {targets!r} names no layer of {type(model).__name__}; its linear layers are "
-                f"{', '.join(linear_layers(model))}"
-            ) from error
-    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-    if output is not None and any(output is layer for _, layer in _layers(model)):
-        raise ConfigError("lora.target_modules names the output layer, which cannot have an adapter; leave it out")
-    _refuse_adapters_of_others(model, linear)
+            raise ConfigError(f"lora.target_modules of {type(model).__name__}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_trained(name))
     if config.quantization == "nf4":
@@ -288,17 +316,27 @@ def _has_experts(model: nn.Module) -> bool:
     return any(name.rpartition(".")[0].endswith("experts") for name, _ in model.named_parameters())
 
 
-def _refuse_adapters_of_others(model: nn.Module, linear: Sequence[str]) -> None:
-    """Raises ConfigError for an adapter of what is no linear layer: there is no W + scale B A to merge it into."""
-    from peft.tuners.lora import Linear
-
-    for name, layer in _layers(model):
-        if not isinstance(layer, Linear):
-            kind = type(layer.get_base_layer()).__name__
+def _targets(model: nn.Module, asked: Sequence[str]) -> list[str]:
+    """Paths of the layers that get an adapter: all linear ones but output and heads, or those whose names end with what
+    is ``asked`` for."""
+    linear = _linear(model)
+    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    paths = [(path, one) for path, one in model.named_modules() if any(f".{path}".endswith(f".{end}") for end in asked)]
+    for path, module in paths:
+        if module is output:
+            raise ConfigError("lora.target_modules names the output layer, which cannot have an adapter; leave it out")
+        if path not in linear and path not in _HEADS:  # no W + scale B A to merge it into
             raise ConfigError(
-                f"lora.target_modules names {name.replace(_BASE, '.').removesuffix('.base_layer')}, a {kind}, and only "
-                f"linear layers can have adapters; choose among {', '.join(linear)}"
+                f"lora.target_modules names {path}, a {type(module).__name__}, and only linear layers can have "
+                f"adapters; choose among {', '.join(linear_layers(model))}"
             )
+    found = [path for path, _ in paths if path in linear] if asked else list(linear)
+    if not found:
+        raise ConfigError(
+            f"lora.target_modules {list(asked)!r} names no layer of {type(model).__name__}; its linear layers are "
+            f"{', '.join(linear_layers(model))}"
+        )
+    return found
 
 
 def _quantize(model: nn.Module) -> None:
@@ -323,10 +361,32 @@ def quantized_parameters(model: nn.Module, config: LoRAConfig) -> int:
 
 def linear_layers(model: nn.Module) -> list[str]:
     """Last parts of the names of a model's linear layers that can have adapters, each once."""
+    return sorted({path.rpartition(".")[2] for path in _linear(model)})
+
+
+@torch.no_grad()
+def _gives_products(layer: Any) -> bool:
+    """Whether a layer of a class below linear ones gives what they give, which routers of experts do not."""
+    weight = layer.weight
+    try:
+        found = layer(torch.zeros(_TOKENS, layer.in_features, dtype=weight.dtype, device=weight.device))
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (_TOKENS, layer.out_features)
+
+
+def _linear(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers that can have adapters, by their paths."""
+    from transformers.pytorch_utils import Conv1D
+
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    names = {name.rpartition(".")[2] for name, module in linear.items() if module is not output}
-    return sorted(names - set(_HEADS))
+    kinds = (nn.Linear, Conv1D)  # GPT-2 has linear layers of the other kind
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if type(module) in kinds or (isinstance(module, kinds) and _gives_products(module))
+    }
+    return {path: one for path, one in found.items() if one is not output and path.rpartition(".")[2] not in _HEADS}
 
 
 def has_lora(model: nn.Module) -> bool:

@@ -141,9 +141,13 @@ class LearnerPlan(Plan):
 
         def look() -> dict[str, int]:
             with describe(source, self.base, self.objects) as found:
-                if settings.lora is not None:
-                    return count_adapted(found.folder, settings.lora)
-                return {"cut_parameters": count_cut(found.folder, settings.parallel)}
+                if settings.lora is None:
+                    return {"cut_parameters": count_cut(found.folder, settings.parallel)}
+                counts = count_adapted(found.folder, settings.lora)
+            if counts.left_out and not settings.lora.target_modules:
+                shares = [f"{name} ({number / counts.all:.0%})" for name, number in counts.left_out.items()]
+                self.facts["layers without adapters"] = f"{', '.join(shares)} of the parameters; they stay as they are"
+            return {"trained_parameters": counts.trained, "quantized_parameters": counts.quantized}
 
         self._counted[what] = self.check(what, look) or {}
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import MiniCPM3Config, MiniCPM3ForCausalLM, PreTrainedTokenizerFast
+from transformers import MiniCPM3Config, MiniCPM3ForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes
@@ -747,6 +747,19 @@ def test_layers_that_are_to_have_adapters_are_looked_up(work: Path, kind: str, w
     plan(kind, work, **{f"{what}.lora": {"r": 4}})
     message = refusal(kind, work, **{f"{what}.lora": {"target_modules": ["query"]}})
     assert message.startswith(f"{what}: lora.target_modules ['query'] names no layer of Qwen2ForCausalLM; its linear")
+
+
+def test_layers_of_a_mixture_of_experts_that_get_no_adapter_are_named(work: Path):
+    config = {"vocab_size": 262, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    MixtralForCausalLM(MixtralConfig(**config, **heads, num_local_experts=4)).save_pretrained(work / "model")
+    named = "layers without adapters"
+    assert plan("train-sft", work, **{"algorithm.lora": {"r": 4}})[named] == (
+        "model.layers.*.mlp.gate (1%), model.layers.*.mlp.experts (38%) of the parameters; they stay as they are"
+    )
+    assert named not in plan("train-sft", work, **{"algorithm.lora": {"target_modules": ["q_proj"]}})
+    message = refusal("train-sft", work, **{"algorithm.lora": {"target_modules": ["experts"]}})
+    assert "names model.layers.0.mlp.experts, a MixtralExperts, and only linear layers can have adapters" in message
 
 
 def test_layers_that_are_to_be_cut_among_processes_are_looked_up(work: Path, weights_stay_unread: None):
