@@ -15,12 +15,11 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ParameterBindError, ParameterTypeError
 from prefect.states import Failed
-from pydantic import BaseModel
 
 from deployments.worker import REFUSED
 from flows.recording import record_refused
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import apply_overrides, as_given, parse_config
+from rollout_core.config import Settings, apply_overrides, as_given, parse_config
 
 
 def refuse_if_wrong(client: SyncPrefectClient, run_id: UUID) -> bool:
@@ -47,7 +46,7 @@ def check_parameters(flow: Flow[..., Any], parameters: dict[str, Any]) -> None:
     """Raises ConfigError, or what Prefect raises, for parameters that the flow refuses before it looks at anything."""
     given = flow.validate_parameters(parameters)
     config, overrides = given.get("config"), given.get("overrides")
-    if overrides and isinstance(config, BaseModel):
+    if overrides and isinstance(config, Settings):
         parse_config(apply_overrides(as_given(config), overrides), type(config), name="overrides")
 
 

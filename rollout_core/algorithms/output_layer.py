@@ -206,7 +206,12 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     product = F.linear(hidden, weight, bias)
-    return transform(product.to(torch.promote_types(product.dtype, torch.float32)))
+    product = product.to(torch.promote_types(product.dtype, torch.float32))
+    return product if transform == PLAIN else transform(product)
+
+
+def _slope(transform: LogitTransform, logits: Tensor) -> Tensor | float:
+    return 1.0 if transform == PLAIN else transform.slope(logits)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -270,7 +275,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 probabilities, slope = kept[chunk], ctx.transform.scale
             else:
                 logits = _logits(hidden[chunk], cast, cast_bias, ctx.transform)
-                slope = ctx.transform.slope(logits)
+                slope = _slope(ctx.transform, logits)
                 probabilities = (logits / ctx.temperature).sub_(logsums[chunk, None]).exp_()
             if grad_logprobs is None:
                 grad = torch.zeros_like(probabilities)
@@ -306,7 +311,7 @@ class _WeightedNLL(torch.autograd.Function):
             is_best = torch.zeros_like(targets, dtype=torch.bool)
             for chunk in _chunks(len(targets), len(weight), hidden.device):
                 part = _logits(hidden[chunk], cast, cast_bias, transform)
-                slope = transform.slope(part)
+                slope = _slope(transform, part)
                 part -= part.amax(dim=1, keepdim=True)
                 chosen = part.gather(1, targets[chunk, None]).squeeze(1)
                 sums = part.exp_().sum(dim=1)
@@ -358,7 +363,7 @@ class _WeightedJSD(torch.autograd.Function):
             for chunk in _chunks(len(targets), 4 * max(len(weight), len(teacher_weight)), hidden.device):
                 student = _logits(hidden[chunk], cast, cast_bias, transform)[:, :size]
                 other = _logits(of_teacher[chunk], teacher_cast, teacher_bias, teacher_transform)[:, :size]
-                slope = transform.slope(student)
+                slope = _slope(transform, student)
                 student, other = ((part / temperature).log_softmax(dim=1) for part in (student, other))
                 chosen = student.gather(1, targets[chunk, None]).squeeze(1)
                 logprobs[chunk], is_best[chunk] = chosen, chosen == student.amax(dim=1)
