@@ -151,11 +151,11 @@ def work(
 
 @agent_app.command("trace")
 def trace(
-    rollout_id: Annotated[str, typer.Argument(help="Id of a rollout.")],
+    rollout_id: Annotated[str, typer.Argument(help="Id of a rollout, or its first characters.")],
     attempt: Annotated[str, typer.Option("--attempt", help="Id of one of its attempts.")] = "latest",
     debug: Debug = False,
 ) -> None:
-    """Print what an agent did in a rollout, as a tree, and the checkpoints that were made of it."""
+    """Print what an agent did and said in a rollout, as a tree, and the checkpoints that were made of it."""
     with one_line_errors(debug):
         from flows.connections import connections
         from rollout_core.store.connections import plain_connections
@@ -166,22 +166,32 @@ def trace(
 
 
 async def _trace_lines(known: Connections, rollout_id: str, attempt: str) -> list[str]:
+    from rollout_core.agents.adapters.drawing import trace_lines
     from rollout_core.agents.adapters.ended import made_of
-    from rollout_core.agents.adapters.tree import TraceTree
     from rollout_core.agents.emitters import find_final_reward
-    from rollout_core.base.errors import NotFound
+    from rollout_core.base.errors import ConfigError, NotFound
     from rollout_core.store import SqlLightningStore
 
     known.try_database()
     async with SqlLightningStore.from_url(known.database_url()) as store:
         rollout = await store.get_rollout_by_id(rollout_id)
+        if rollout is None and rollout_id:
+            found = await store.query_rollouts(rollout_id_contains=rollout_id)
+            beginning = [item for item in found if item.rollout_id.startswith(rollout_id)]
+            if len(beginning) > 1:
+                raise ConfigError(
+                    f"{len(beginning)} rollouts have ids that begin with {rollout_id!r}, {beginning[0].rollout_id} and "
+                    f"{beginning[1].rollout_id} among them; give more of it"
+                )
+            rollout = beginning[0] if beginning else None
         if rollout is None:
-            raise NotFound(f"no rollout {rollout_id!r} in the database")
+            raise NotFound(f"no rollout in the database has an id that begins with {rollout_id!r}")
+        rollout_id = rollout.rollout_id
         attempts = await store.query_attempts(rollout_id)
         spans = await store.query_spans(rollout_id, attempt)
     lines = [f"rollout {rollout_id}: {rollout.status}, reward {find_final_reward(spans)}"]
     lines += [f"attempt {item.attempt_id}: {item.status}" for item in attempts]
-    lines += TraceTree.from_spans(spans).draw().splitlines() if spans else ["no spans"]
+    lines += trace_lines(spans)
     made = [item for item in made_of(known.open_objects(), rollout_id) if item.stage.endswith("_update")]
     lines += [f"learnt from it: model {item.outputs[0]} ({item.stage})" for item in made]
     return lines

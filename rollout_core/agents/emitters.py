@@ -87,7 +87,10 @@ def _number(value: Any, error: type[Exception]) -> float:
     # NumPy's and torch's scalars are numbers too, and say so by __float__; text is none, though float() reads it.
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise error(f"a reward is {value!r:.80} ({type(value).__name__}); expected a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as reason:  # an array of several, say
+        raise error(f"a reward is {value!r:.80} ({type(value).__name__}), which is no one number: {reason}") from reason
     if not math.isfinite(number):
         raise ConfigError(f"a reward is {number}; expected a finite number")
     return number

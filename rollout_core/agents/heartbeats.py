@@ -63,8 +63,7 @@ class Heartbeats:
 
     async def __aenter__(self) -> None:
         if self._interval_seconds > 0:
-            beats = self._beat() if self._thread is None else self._thread.run(self._beat())
-            self._beats = asyncio.ensure_future(beats)
+            self._beats = asyncio.ensure_future(self._beat() if self._thread is None else self._beat_in(self._thread))
 
     async def __aexit__(self, *error: object) -> None:
         if self._beats is not None:
@@ -72,6 +71,9 @@ class Heartbeats:
             await asyncio.wait({self._beats})
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
+
+    async def _beat_in(self, thread: LoopThread) -> None:
+        await thread.run(self._beat())  # made here, as a block that ends at once never comes so far
 
     async def _beat(self) -> None:
         while True:

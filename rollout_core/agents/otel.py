@@ -111,10 +111,26 @@ def _warn_left_out(name: str, trace: Trace) -> None:
 
 _processor = LightningSpanProcessor()
 _LIMITS = SpanLimits(
-    max_span_attributes=1_000_000, max_events=1_000_000, max_links=1_000_000, max_event_attributes=1_000_000
+    max_span_attributes=1_000_000,
+    max_events=1_000_000,
+    max_links=1_000_000,
+    max_event_attributes=1_000_000,
+    max_link_attributes=1_000_000,
+    max_attribute_length=SpanLimits.UNSET,
+    max_span_attribute_length=SpanLimits.UNSET,
 )
-"""The defaults, 128 each, drop the oldest attributes without a word: of a reward of many dimensions the primary one."""
+"""The defaults, 128 each, drop the oldest attributes without a word: of a reward of many dimensions the primary one.
+Lengths would be those of ``OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT``, where messages become half a JSON text."""
 _provider: TracerProvider | None = None
+
+
+class _Provider(TracerProvider):
+    """Of our own, where the program has none: ``OTEL_SDK_DISABLED``, by which users end the telemetry of libraries,
+    does not end it, for its spans go to the store alone."""
+
+    def __init__(self) -> None:
+        super().__init__(sampler=ALWAYS_ON, resource=Resource.create({}), span_limits=_LIMITS)
+        self._disabled = False
 
 
 def tracer_provider() -> TracerProvider:
@@ -125,11 +141,31 @@ def tracer_provider() -> TracerProvider:
             found = otel.get_tracer_provider()
             if isinstance(found, TracerProvider):
                 _provider = found
+                _warn_of_limits(found)
             else:
-                _provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create({}), span_limits=_LIMITS)
+                _provider = _Provider()
                 otel.set_tracer_provider(_provider)
             _provider.add_span_processor(_processor)
         return _provider
+
+
+def _warn_of_limits(provider: TracerProvider) -> None:
+    """Say what will be missing of spans that another's provider makes."""
+    if isinstance(provider.get_tracer(__name__), otel.NoOpTracer):
+        logger.warning(
+            "The program's TracerProvider makes no spans, as OTEL_SDK_DISABLED was true when it was made: calls and "
+            "emitted rewards of agents will be missing. Unset the variable, or make no TracerProvider of your own"
+        )
+    limits = provider._span_limits
+    lengths = (limits.max_span_attribute_length, limits.max_attribute_length)
+    length = min((length for length in lengths if length is not None), default=None)
+    if length is not None:
+        logger.warning(
+            "The program's TracerProvider cuts attributes of spans to %d characters, by its span_limits or "
+            "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT or OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT: longer messages will be no "
+            "JSON. Unset it",
+            length,
+        )
 
 
 class _OtelRecording(SpanRecordingContext):
@@ -234,7 +270,10 @@ class OtelTracer(Tracer):
             .start_span(name, attributes=flat(attributes or {}), start_time=time_ns)
         )
         if not isinstance(span, SdkSpan):
-            raise ConfigError("the program's TracerProvider samples spans away; let it use the sampler ALWAYS_ON")
+            raise ConfigError(
+                "the program's TracerProvider makes no spans: let it use the sampler ALWAYS_ON, and unset "
+                "OTEL_SDK_DISABLED"
+            )
         return span
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -233,6 +233,11 @@ def spans_of_result(result: Any, rollout: AttemptedRollout) -> list[Span]:
         if not result:
             logger.warning("Rollout %s returned an empty list; None says the same", rollout.rollout_id)
         return [_span(item, kind, ids) for kind in [_kind(result)] for item in result]
+    if isinstance(result, Mapping):
+        raise TypeError(
+            f"the rollout returned {result!r:.80} ({type(result).__name__}); return the reward that trains as a "
+            "number, or emit rewards of several names by emit_reward(..., primary_key=...) and return None"
+        )
     try:
         attributes = reward_attributes(result)
     except TypeError:
@@ -240,8 +245,6 @@ def spans_of_result(result: Any, rollout: AttemptedRollout) -> list[Span]:
             f"the rollout returned {result!r:.80} ({type(result).__name__}); expected None, a number, or a list of "
             "spans"
         ) from None
-    if isinstance(result, bool | int):
-        logger.warning("Rollout %s returned the reward %r; it counts as %s", rollout.rollout_id, result, float(result))
     now = time.time()
     made = Span.from_attributes(**ids, name=AGL_ANNOTATION, attributes=attributes, start_time=now, end_time=now)
     made.resource.attributes["host.name"] = socket.gethostname()

@@ -2,7 +2,7 @@
 
 What goes in comes out equal. So everything that JSON would silently change is refused: NaN and infinities, keys that
 are not strings, bytes, sets, dates and other objects. (Tuples come back as lists, enum members and UUIDs as their
-values.)
+values, NumPy's scalars as the numbers that they equal.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -129,13 +130,25 @@ def _may_hold_nan(value: Any, default: Callable[[Any], Any] | None) -> bool:
 
 
 def _encode_slowly(value: Any, what: str, default: Callable[[Any], Any] | None, cause: TypeError) -> bytes:
-    """Second chance for what JSON holds and orjson does not: big integers and subclasses of float."""
+    """Second chance for what JSON holds and orjson does not: big integers, subclasses of float, NumPy's scalars."""
+    default = partial(_plain, default)
     _refuse(value, what, default)
     try:
         text = json.dumps(value, default=default, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{what} cannot be stored as JSON: {error}") from cause
+
+
+def _plain(default: Callable[[Any], Any] | None, value: Any) -> Any:
+    """The number that a scalar of NumPy equals, as tasks out of arrays and data frames have them, or ``default``'s."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        found = value.item()
+        if isinstance(found, bool | int | float):
+            return found
+    if default is None:
+        raise TypeError(type(value).__name__)
+    return default(value)
 
 
 def _refuse(value: Any, path: str, default: Callable[[Any], Any] | None, depth: int = 0) -> None:

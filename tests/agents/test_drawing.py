@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_core.agents.adapters.drawing import MAX_CHARACTERS, MAX_SPANS, draw_trace
+from rollout_core.agents.adapters.drawing import MAX_CHARACTERS, MAX_SPANS, draw_trace, trace_lines
 from rollout_core.store import TraceStatus
 from tests.agents.test_adapters import (
     ANSWERS,
@@ -68,6 +68,30 @@ async def test_a_trace_shows_what_was_said_once_and_in_order():
     assert page.depth("reward 0.25") == page.depth("blue") > page.depth(last), "inside the operation, and outside"
     assert sum("9 tokens in, 2 out" in text for text in texts) == 2, "as the proxy knows"
     assert "failed:" in texts and any("no more answers" in text for text in texts)
+
+
+async def test_a_terminal_shows_what_was_said_too():
+    spans = await trace_of_real_client()
+    record = llm_call(1, [1] * 9, [7, 8], start=0.0, message=ANSWERS[0]["choices"][0]["message"], sent=QUESTION)
+    lines = trace_lines([record, *spans])
+    shown = [
+        "  call 1 (9 tokens in, 2 out",
+        "    system: Be brief.",
+        "    user: What colour is the sky?",
+        '    assistant calls look_up: {"what": "sky"}',
+        "  reward 0.25",
+        "    tool: blue",
+        "reward right 1, short 0.5",
+        "  failed: ",
+    ]
+    places = [next(place for place, line in enumerate(lines) if line.startswith(part)) for part in shown]
+    assert places == sorted(places), lines
+
+
+def test_a_terminal_is_told_nothing_by_what_spans_say():
+    evil = [{"role": "user", "content": "\x1b[2Jone\r\ntwo"}]
+    lines = trace_lines([llm_call(1, [1], [2], start=1, sent=evil)])
+    assert lines[1:] == ["  user: ?[2Jone", "    two", "  assistant: yes"] and trace_lines([]) == ["no spans"]
 
 
 def test_what_spans_say_is_only_text():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import _thread
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -75,7 +78,14 @@ def test_a_reward_is_one_number_or_several_by_name(traced):
 
 @pytest.mark.parametrize(
     ("reward", "error"),
-    [("1", TypeError), (None, TypeError), ({"a": 1}, ConfigError), (float("inf"), ConfigError), ([1], TypeError)],
+    [
+        ("1", TypeError),
+        (None, TypeError),
+        ({"a": 1}, ConfigError),
+        (float("inf"), ConfigError),
+        ([1], TypeError),
+        (np.array([1.0, 2.0]), TypeError),
+    ],
 )
 def test_what_is_no_reward(reward, error):
     with pytest.raises(error):
@@ -265,6 +275,37 @@ def test_no_attribute_is_dropped_however_many_there_are(traced):
     [span] = traced(agent)
     assert len(get_rewards_from_span(span)) == 200
     assert get_reward_value(span) == 7
+
+
+SEES = """
+import asyncio, logging, sys
+logging.basicConfig(stream=sys.stdout)
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from rollout_core.agents import OtelTracer, emit_annotation, emit_reward
+if "own" in sys.argv:
+    trace.set_tracer_provider(TracerProvider())
+tracer = OtelTracer(instrument=[])
+async def main():
+    async with tracer.trace_context():
+        emit_reward(0.5)
+        emit_annotation({"text": "x" * 10_000})
+    print([len(str(value)) for span in tracer.get_last_trace() for value in span.attributes.values()])
+with tracer.lifespan():
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("variable", ["OTEL_SDK_DISABLED=true", "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT=4096"])
+def test_variables_of_opentelemetry_hide_nothing_without_a_word(variable, own):
+    name, value = variable.split("=")
+    command = [sys.executable, "-c", SEES, *(["own"] if own else [])]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, check=False)
+    if own:
+        assert name in done.stdout.splitlines()[0], done.stdout
+    else:
+        assert done.stdout == "[7, 3, 10000]\n", done.stderr
 
 
 def test_operations_never_break_what_they_record_and_keep_no_secret(traced):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import logging
 import os
+import re
 import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -75,6 +79,41 @@ async def test_what_the_agent_emits_and_returns_is_in_the_store_in_order(store):
         "agentlightning.operation.output.found": [1, 2],
     }
     assert spans[2].attributes == {"note.of": 3}
+
+
+@pytest.mark.parametrize("returned", [1, True])
+async def test_a_whole_number_is_a_reward_like_others(memory, caplog, returned):
+    queued = await memory.enqueue_rollout(0)
+    await run_all(memory, FunctionalLitAgent(lambda task: returned), 1)
+    assert find_final_reward(await memory.query_spans(queued.rollout_id)) == 1.0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"a": 1.0}, r"return the reward that trains as a number, or emit rewards .* primary_key"),
+        (np.array([1.0, 2.0]), r"returned array\(\[1\., 2\.\]\) .*expected None, a number"),
+    ],
+)
+async def test_several_numbers_are_no_reward_and_the_message_says_what_is(memory, returned, said):
+    queued = await memory.enqueue_rollout(0)
+    await run_all(memory, FunctionalLitAgent(lambda task: returned), 1)
+    [span] = await memory.query_spans(queued.rollout_id)
+    assert span.attributes["exception.type"] == "TypeError" and re.search(said, span.attributes["exception.message"])
+
+
+async def test_a_runner_that_ends_at_once_leaves_no_coroutine_behind(memory):
+    event = threading.Event()
+    event.set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async with runner(heartbeat_interval=10).run_context(
+            agent=FunctionalLitAgent(lambda task: 1), store=memory
+        ) as worker:
+            await worker.iter(event=event)
+        gc.collect()
+    assert not [item.message for item in caught if "never awaited" in str(item.message)]
 
 
 async def test_an_agents_error_fails_the_attempt_and_the_next_rollout_runs(store):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import numpy as np
 import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
@@ -54,6 +55,16 @@ async def test_any_json_value_can_be_an_input(store, value):
     rollout = await store.enqueue_rollout(value)
     read = await store.get_rollout_by_id(rollout.rollout_id)
     assert read.input == value and type(read.input) is type(value)
+
+
+async def test_scalars_of_numpy_are_the_numbers_that_they_equal(store):
+    given = {"i": np.int64(3), "f": np.float32(0.1), "b": np.bool_(True), "deep": [np.uint8(7), np.float64(0.5)]}
+    queued = await store.enqueue_rollout(given)
+    found = (await store.get_rollout_by_id(queued.rollout_id)).input
+    assert found == given and [type(found[name]) for name in "ifb"] == [int, float, bool]
+    for refused in (np.array([1.0]), np.float32("nan"), np.datetime64("2026-01-01")):
+        with pytest.raises(ConfigError, match="input"):
+            await store.enqueue_rollout({"x": refused})
 
 
 async def test_later_changes_to_what_was_given_do_not_reach_the_store(store):

@@ -1,6 +1,6 @@
-"""An attempt's spans drawn as a tree in HTML: its calls with what was said in them, tool calls, rewards, operations.
+"""An attempt's spans drawn as a tree: its calls with what was said in them, tool calls, rewards, operations.
 
-Everything that comes from a span is escaped and cut to a length that a page can hold.
+As HTML for reports, and as text for a terminal. What comes from a span is escaped, and cut to what a page can hold.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.agents.adapters.calls import PROXY_SPANS, CallNames, choices_of, has_failed, prompt_token_ids
@@ -46,45 +47,114 @@ def draw_trace(spans: Sequence[Span]) -> str:
     """
     if not spans:
         return '<ul class="trace"><li><small>no spans</small></li></ul>'
+    tree, shown, left = _shown(spans)
+    drawn: dict[int, str] = {}
+    for node in reversed(tree.traverse()):
+        below = "".join(drawn.pop(id(child)) for child in node.children)
+        if node.id == VIRTUAL_ROOT:
+            drawn[id(node)] = below
+        else:
+            drawn[id(node)] = f"<li>{_body(node, shown[id(node)])}{f'<ul>{below}</ul>' if below else ''}</li>\n"
+    more = f"<li><small>and {left} further spans</small></li>" if left else ""
+    return f'<ul class="trace">{drawn[id(tree)]}{more}</ul>'
+
+
+def trace_lines(spans: Sequence[Span]) -> list[str]:
+    """The same as lines for a terminal, each level two spaces further in."""
+    if not spans:
+        return ["no spans"]
+    tree, shown, left = _shown(spans)
+    lines: list[str] = []
+    waiting: list[tuple[TraceTree, int]] = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        is_drawn = node.id != VIRTUAL_ROOT
+        if is_drawn:
+            lines += (f"{'  ' * depth}{line}" for line in _text_lines(node, shown[id(node)]))
+        waiting.extend((child, depth + is_drawn) for child in reversed(node.children))
+    lines += [f"and {left} further spans"] if left else []
+    # A model writes what it likes, and a terminal obeys some of it.
+    return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is drawn of one span."""
+
+    span: Span
+    """Of a call that the proxy recorded, the proxy's."""
+    title: str = ""
+    """Of a reward or a call; others have their name."""
+    is_reward: bool = False
+    facts: Sequence[str] = ()
+    messages: Sequence[Message] = ()
+
+
+def _shown(spans: Sequence[Span]) -> tuple[TraceTree, dict[int, _Shown], int]:
+    """The tree that is drawn, what is drawn of each node by its ``id()``, and how many spans are left out."""
     chosen = sorted(spans, key=lambda span: span.sequence_id)[:MAX_SPANS]
     names = CallNames(chosen)
     recorded = {name: span for span in chosen if span.name == LLM_CALL and (name := names.of(span))}
     seen = {name for span in chosen if span.name not in PROXY_SPANS and (name := names.of(span)) is not None}
     tree = TraceTree.from_spans([span for span in chosen if not (span.name == LLM_CALL and names.of(span) in seen)])
     tree.repair_hierarchy(LLM_CALL_MATCH)
-    nodes = tree.traverse()
-    drawn: dict[int, str] = {}
-    bodies = dict(zip(map(id, nodes), _bodies(nodes, names, recorded), strict=True))
-    for node in reversed(nodes):
-        below = "".join(drawn.pop(id(child)) for child in node.children)
-        if node.id == VIRTUAL_ROOT:
-            drawn[id(node)] = below
-        else:
-            drawn[id(node)] = f"<li>{bodies[id(node)]}{f'<ul>{below}</ul>' if below else ''}</li>\n"
-    left = len(spans) - len(chosen)
-    more = f"<li><small>and {left} further spans</small></li>" if left else ""
-    return f'<ul class="trace">{drawn[id(tree)]}{more}</ul>'
-
-
-def _bodies(nodes: Sequence[TraceTree], names: CallNames, recorded: Mapping[str, Span]) -> Iterator[str]:
-    """What is drawn of each node itself. ``recorded``: the proxy's spans by the names of their calls."""
+    shown: dict[int, _Shown] = {}
     prompts: list[list[Message]] = []
-    num_calls = 0
-    for node in nodes:
+    for node in tree.traverse():
         # What the proxy recorded are the messages as they were sent, and it knows the tokens.
         span = recorded.get(names.of(node.span) or "", node.span)
         rewards = get_rewards_from_span(node.span)
         prompt, completion = prompt_messages(span.attributes), completion_messages(span.attributes)
         if rewards:
-            named = (f"{'' if name == PRIMARY else f'{_escape(name)} '}{value:g}" for name, value in rewards)
-            yield f'<span class="reward">reward {", ".join(named)}</span>'
+            named = (f"{'' if name == PRIMARY else f'{name} '}{value:g}" for name, value in rewards)
+            shown[id(node)] = _Shown(span, f"reward {', '.join(named)}", is_reward=True)
         elif prompt or completion:
-            num_calls += 1
             new = _new_messages(prompt, prompts)
             prompts.append(prompt)
-            yield _call(f"call {num_calls}", node, span, [*new[-MAX_MESSAGES:], *completion])
+            messages = [*new[-MAX_MESSAGES:], *completion]
+            shown[id(node)] = _Shown(span, f"call {len(prompts)}", facts=_token_counts(span), messages=messages)
         else:
-            yield f"{_escape(_name(node))} {_details(node, [])}{_problem(node.span)}"
+            shown[id(node)] = _Shown(node.span)
+    return tree, shown, len(spans) - len(chosen)
+
+
+def _token_counts(span: Span) -> Sequence[str]:
+    given = len(prompt_token_ids(span.attributes))
+    written = sum(len(choice.token_ids) for choice in choices_of(span.attributes))
+    return [f"{given} tokens in, {written} out"] if given or written else []
+
+
+def _body(node: TraceTree, shown: _Shown) -> str:
+    if shown.is_reward:
+        return f'<span class="reward">{_escape(shown.title)}</span>'
+    details = f"<small>{_details(node, shown.facts)}</small>"
+    if not shown.title:
+        return f"{_escape(_name(node))} {details}{_problem(node.span)}"
+    messages = "".join(map(_message, shown.messages))
+    return f"<details open><summary>{shown.title} {details}</summary>{messages}{_problem(shown.span)}</details>"
+
+
+def _text_lines(node: TraceTree, shown: _Shown) -> Iterator[str]:
+    if shown.is_reward:
+        yield shown.title
+        return
+    details = _details(node, shown.facts)
+    yield f"{shown.title or _name(node)}{f' ({details})' if details else ''}"
+    for message in shown.messages:
+        role, content = str(message.get("role")), message.get("content")
+        if content:
+            yield from _said(role, content)
+        for call in message.get("tool_calls") or ():
+            yield from _said(f"{role} calls {call['function']['name']}", call["function"]["arguments"])
+    if has_failed(shown.span):
+        yield from _said("failed", shown.span.status.description or "no reason is recorded")
+
+
+def _said(who: str, value: Any) -> Iterator[str]:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    first, *rest = _cut(text).splitlines() or [""]
+    yield f"  {who}: {first}"
+    yield from (f"    {line}" for line in rest)
 
 
 def _new_messages(prompt: list[Message], earlier: Sequence[list[Message]]) -> list[Message]:
@@ -92,14 +162,6 @@ def _new_messages(prompt: list[Message], earlier: Sequence[list[Message]]) -> li
     length = max((len(known) for known in earlier if prompt[: len(known)] == known), default=0)
     new = prompt[length:]
     return new[1:] if length and new and new[0].get("role") == "assistant" else new
-
-
-def _call(title: str, node: TraceTree, span: Span, messages: Sequence[Message]) -> str:
-    given = len(prompt_token_ids(span.attributes))
-    written = sum(len(choice.token_ids) for choice in choices_of(span.attributes))
-    tokens = [f"{given} tokens in, {written} out"] if given or written else []
-    body = "".join(map(_message, messages))
-    return f"<details open><summary>{title} {_details(node, tokens)}</summary>{body}{_problem(span)}</details>"
 
 
 def _message(message: Message) -> str:
@@ -121,7 +183,7 @@ def _name(node: TraceTree) -> str:
 def _details(node: TraceTree, facts: Sequence[str]) -> str:
     duration = node.end_time - node.start_time
     took = [f"{1000 * duration:.0f} ms"] if math.isfinite(duration) and duration > 0 else []
-    return f"<small>{', '.join([*facts, *took])}</small>"
+    return ", ".join([*facts, *took])
 
 
 def _problem(span: Span) -> str:
@@ -136,5 +198,9 @@ def _pre(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
+    return html.escape(_cut(text))
+
+
+def _cut(text: str) -> str:
     left = len(text) - MAX_CHARACTERS
-    return html.escape(text if left <= 0 else f"{text[:MAX_CHARACTERS]}... ({left:,} further characters)")
+    return text if left <= 0 else f"{text[:MAX_CHARACTERS]}... ({left:,} further characters)"
