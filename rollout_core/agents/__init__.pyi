@@ -41,6 +41,8 @@ from .algorithm import (
     Dataset as Dataset,
     FunctionalAlgorithm as FunctionalAlgorithm,
     algo as algo,
+    with_llm_proxy as with_llm_proxy,
+    with_store as with_store,
 )
 from .apo import (
     APO as APO,
@@ -78,6 +80,13 @@ from .execution import (
 )
 from .hooks import (
     Hook as Hook,
+)
+from .links import (
+    extract_links_from_attributes as extract_links_from_attributes,
+    extract_tags_from_attributes as extract_tags_from_attributes,
+    make_link_attributes as make_link_attributes,
+    make_tag_attributes as make_tag_attributes,
+    query_linked_spans as query_linked_spans,
 )
 from .online import (
     OnlineLearning as OnlineLearning,

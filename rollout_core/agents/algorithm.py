@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
 from rollout_core.agents.delivery import retried
 from rollout_core.base.errors import ConfigError
@@ -29,8 +29,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Dataset = Sequence[Any]
-"""Tasks: JSON values, by place."""
+Item = TypeVar("Item", covariant=True)
+
+
+class Dataset(Protocol[Item]):
+    """Tasks: JSON values, by place. Any sequence is one."""
+
+    def __getitem__(self, place: int, /) -> Item:
+        """The task at this place."""
+        ...
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+
 AGENT_KIND = "agent"
 """In the metadata of rollouts that a flow or an algorithm of ours has enqueued for an agent."""
 PATIENCE_SECONDS = 120.0
@@ -156,6 +169,44 @@ class FunctionalAlgorithm(Algorithm):
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
     """Make a function an algorithm, see ``FunctionalAlgorithm``."""
     return FunctionalAlgorithm(function)
+
+
+def with_store(function: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    """A coroutine method of an Algorithm that gets the algorithm's store before its other arguments."""
+
+    @functools.wraps(function)
+    async def call(self: Algorithm, *args: Any, **kwargs: Any) -> Any:
+        return await function(self, self.get_store(), *args, **kwargs)
+
+    return call
+
+
+def with_llm_proxy(
+    required: bool = False, auto_start: bool = True
+) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Any]]:
+    """A coroutine method of an Algorithm that gets the algorithm's proxy, or None, before its other arguments.
+
+    With ``auto_start`` a proxy that does not run is started for the call. Raises ConfigError where a proxy is
+    ``required`` and there is none.
+    """
+
+    def decorate(function: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        async def call(self: Algorithm, *args: Any, **kwargs: Any) -> Any:
+            proxy = self.get_llm_proxy()
+            if proxy is None and required:
+                raise ConfigError("the algorithm needs an LLM proxy and has none; give the Trainer an llm_proxy")
+            if proxy is None or not auto_start or proxy.is_running():
+                return await function(self, proxy, *args, **kwargs)
+            await proxy.start()
+            try:
+                return await function(self, proxy, *args, **kwargs)
+            finally:
+                await proxy.stop()
+
+        return call
+
+    return decorate
 
 
 class PatientStore(StoreView):

@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_core.agents.attributes import flat, nested, refuse_contradictions
 from rollout_core.agents.tracing import DummyTracer, Tracer, active_tracer, exception_attributes
@@ -96,7 +96,14 @@ def _number(value: Any, error: type[Exception]) -> float:
     return number
 
 
-def get_rewards_from_span(span: Any) -> list[tuple[str, float]]:
+class Reward(NamedTuple):
+    """One dimension of a reward."""
+
+    name: str
+    value: float
+
+
+def get_rewards_from_span(span: Any) -> list[Reward]:
     """Names and values of a span's rewards, the primary one first; empty if it has none.
 
     Read are the attributes that ``emit_reward`` writes, AgentOps' task and entity outputs of type ``reward``, and the
@@ -106,17 +113,17 @@ def get_rewards_from_span(span: Any) -> list[tuple[str, float]]:
     found = nested(attributes, _REWARD)
     if isinstance(found, list):
         return [
-            (str(entry.get(_NAME, PRIMARY)), float(entry[_VALUE]))
+            Reward(str(entry.get(_NAME, PRIMARY)), float(entry[_VALUE]))
             for entry in found
             if isinstance(entry, dict) and isinstance(entry.get(_VALUE), int | float)
         ]
     for key in ("agentops.task.output", "agentops.entity.output"):
         value = _reward_of_json(attributes.get(key))
         if value is not None:
-            return [(PRIMARY, value)]
+            return [Reward(PRIMARY, value)]
     older = attributes.get("reward")
     if span.name in (AGL_ANNOTATION, _REWARD) and isinstance(older, int | float):
-        return [(PRIMARY, float(older))]
+        return [Reward(PRIMARY, float(older))]
     return []
 
 

@@ -10,10 +10,10 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
 from rollout_core.agents.delivery import AWAY, retried
@@ -50,6 +50,7 @@ from rollout_core.store.span_fields import span_fields
 logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
+Ready = TypeVar("Ready")
 
 _FIRST_POLL_SECONDS = 0.01
 """After work was found; from there the pause doubles up to ``poll_interval``."""
@@ -57,6 +58,25 @@ _PROBE_SECONDS = 10.0
 """Between looks whether a store is there at all whose queue is empty: over HTTP a lost answer says "empty" too."""
 _LOOK_SECONDS = 0.1
 """Between looks at an event that cannot be awaited."""
+
+
+class RunContext(Generic[Ready]):
+    """A context manager for both kinds of blocks."""
+
+    def __init__(self, made: AbstractContextManager[Ready]) -> None:
+        self._made = made
+
+    def __enter__(self) -> Ready:
+        return self._made.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._made.__exit__(*error)
+
+    async def __aenter__(self) -> Ready:
+        return self._made.__enter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return self._made.__exit__(*error)
 
 
 class Runner(Generic[Task]):
@@ -105,16 +125,21 @@ class Runner(Generic[Task]):
         """A copy for one more worker of this process."""
         return copy.copy(self)
 
-    @asynccontextmanager
-    async def run_context(
+    def run_context(
         self,
         *,
         agent: LitAgent[Task],
         store: LightningStore,
         hooks: Sequence[Hook] = (),
         worker_id: int = 0,
-    ) -> AsyncIterator[Runner[Task]]:
-        """This runner, ready for ``iter`` and ``step`` without a trainer."""
+    ) -> RunContext[Self]:
+        """This runner, ready for ``iter`` and ``step`` without a trainer, in a ``with`` block or an ``async with``."""
+        return RunContext(self._ready(agent, store, hooks, worker_id))
+
+    @contextmanager
+    def _ready(
+        self, agent: LitAgent[Task], store: LightningStore, hooks: Sequence[Hook], worker_id: int
+    ) -> Iterator[Self]:
         self.init(agent, hooks=hooks)
         try:
             self.init_worker(worker_id, store)

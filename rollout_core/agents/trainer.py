@@ -50,7 +50,7 @@ class Trainer:
         adapter: what algorithms read spans by; default TracerTraceToTriplet.
         llm_proxy: started for the run unless it serves already.
         strategy: ``shm``, ``cs`` (the default) or an ExecutionStrategy.
-        port: of the strategy's server.
+        port: of the strategy's server, also of a strategy that has another; without one it means nothing.
         dev: the default algorithm is Baseline.
     """
 
@@ -100,6 +100,8 @@ class Trainer:
                 names=STRATEGIES,
             )
         )
+        if port is not None and isinstance(self.strategy, ClientServerExecutionStrategy):
+            self.strategy.server_port = port
         self.n_runners = self.strategy.n_runners
         # A port, or a role, says that others are to reach this program's store.
         split = "AGL_CURRENT_ROLE" in os.environ

@@ -341,7 +341,8 @@ class LightningStore(Queries):
         *,
         fenced: bool = False,
     ) -> Attempt:
-        """Update one attempt, see ``update_many_attempts``; a refused fenced update raises the Conflict."""
+        """Update one attempt, see ``update_many_attempts``; a refused fenced update raises the Conflict. The worker id
+        ``""`` takes the attempt from its worker, whose status is unknown from then on."""
         self._needs("update_many_attempts", "update_attempt")
         update = build(
             AttemptUpdate,

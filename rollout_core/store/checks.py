@@ -163,7 +163,7 @@ def kept_updates(updates: Iterable[AttemptUpdate | Mapping[str, Any]]) -> list[A
     for given in updates:
         update = as_model(AttemptUpdate, given)
         check_ids(update.rollout_id, update.attempt_id)
-        if not isinstance(update.worker_id, Unset):
+        if not isinstance(update.worker_id, Unset) and update.worker_id != "":
             check_ids(update.worker_id)
         if not isinstance(update.metadata, Unset):
             metadata = decode(encode(update.metadata, f"metadata of attempt {update.attempt_id}"))

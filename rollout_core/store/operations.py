@@ -394,6 +394,10 @@ def answer_of_fence(update: AttemptUpdate, newest: Attempt, rollout: RolloutStat
 def _apply(work: Work[RecordT], update: AttemptUpdate, loaded: Loaded[RecordT], attempt: Attempt) -> None:
     given_status, given_worker = update.status, update.worker_id
     if not isinstance(given_worker, Unset):
+        if given_worker == "" and attempt.worker_id:
+            change = work.worker(attempt.worker_id)
+            change.status = "unknown"
+            work.free(change)
         attempt.worker_id = given_worker
     if not isinstance(update.last_heartbeat_time, Unset):
         attempt.last_heartbeat_time = update.last_heartbeat_time

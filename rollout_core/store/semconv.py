@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from pydantic import BaseModel
+
 AGL_ANNOTATION = "agentlightning.annotation"
 """Span name: rewards, tags and metadata about an event or a part of the rollout."""
 AGL_MESSAGE = "agentlightning.message"
@@ -64,6 +66,20 @@ class LinkAttributes(Enum):
 
     KEY_MATCH = "key_match"
     VALUE_MATCH = "value_match"
+
+
+class RewardPydanticModel(BaseModel):
+    """One dimension of a reward, as attributes of a span have it."""
+
+    name: str
+    value: float
+
+
+class LinkPydanticModel(BaseModel):
+    """One link, as attributes of a span have it."""
+
+    key_match: str
+    value_match: str
 
 
 LLM_CALL = "rollout.llm_call"

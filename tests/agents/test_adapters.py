@@ -414,6 +414,18 @@ def test_a_tree_has_virtual_nodes_for_what_is_missing():
     assert tree.draw().splitlines()[2:4] == [f"  {AGL_VIRTUAL} 3000 ms", "    a 1000 ms"]
 
 
+def test_a_tree_is_json_with_its_children():
+    spans = [
+        span("agent", 0, 9, number=1, id="a" * 16),
+        span("tool", 1, 2, number=2, id="b" * 16, parent="a" * 16, attributes={"x": 1}),
+    ]
+    found = json.loads(json.dumps(TraceTree.from_spans(spans).to_json()))
+    assert (found["id"], found["span"]["name"]) == ("a" * 16, "agent")
+    [child] = found["children"]
+    assert child["span"]["attributes"] == {"x": 1} and child["children"] == []
+    assert Span.model_validate(child["span"]) == spans[1]
+
+
 def test_loops_are_cut_and_the_same_span_twice_counts_once(caplog: pytest.LogCaptureFixture):
     spans = [
         span("tail", 9, id="t", parent="b"),

@@ -27,17 +27,23 @@ from rollout_core.agents import (
     emit_message,
     emit_object,
     emit_reward,
+    extract_links_from_attributes,
+    extract_tags_from_attributes,
     find_final_reward,
     flat,
     get_message_value,
     get_object_value,
     get_reward_value,
     get_rewards_from_span,
+    make_link_attributes,
+    make_tag_attributes,
     nested,
     operation,
+    query_linked_spans,
 )
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import LLM, Span
+from rollout_core.store.semconv import LinkPydanticModel
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -74,6 +80,32 @@ def test_a_reward_is_one_number_or_several_by_name(traced):
     assert get_rewards_from_span(several) == [("truth", 0.5), ("speed", 0.25)]
     assert several.attributes["why.so"] == 1
     assert find_final_reward([one, several]) == 0.5
+
+
+def test_rewards_carry_tags_and_links_to_what_they_judge(traced):
+    def agent():
+        emit_annotation({"gen_ai.response.id": "r1"})
+        emit_annotation({"gen_ai.response.id": "r2"})
+        marks = {**make_tag_attributes(["judge", "short"]), **make_link_attributes({"gen_ai.response.id": "r2"})}
+        emit_reward({"truth": 1.0, "speed": 0.5}, primary_key="truth", attributes=marks)
+
+    *calls, judged = traced(agent)
+    assert judged.attributes["agentlightning.tag.1"] == "short"
+    assert judged.attributes["agentlightning.link.0.key_match"] == "gen_ai.response.id"
+    assert extract_tags_from_attributes(judged.attributes) == ["judge", "short"]
+    links = extract_links_from_attributes(judged.attributes)
+    assert links == [LinkPydanticModel(key_match="gen_ai.response.id", value_match="r2")]
+    assert query_linked_spans(calls, links) == [calls[1]]
+    by_ids = make_link_attributes({"span_id": calls[0].span_id, "trace_id": calls[0].trace_id})
+    assert query_linked_spans(calls, extract_links_from_attributes(by_ids)) == [calls[0]]
+    by_both = make_link_attributes({"span_id": calls[0].span_id, "gen_ai.response.id": "r2"})
+    assert query_linked_spans(calls, extract_links_from_attributes(by_both)) == []
+    assert extract_tags_from_attributes({}) == extract_links_from_attributes({}) == []
+    for reward in get_rewards_from_span(judged):
+        assert (reward.name, reward.value) == tuple(reward)
+    for wrong in (lambda: make_tag_attributes("judge"), lambda: make_link_attributes({"a": 1})):
+        with pytest.raises(ConfigError, match="expected a"):
+            wrong()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rollout_core.agents.hooks import Hook
 from rollout_core.agents.operations import operation
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
-from rollout_core.base.errors import Recoverable, UnknownOutcome
+from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
 from rollout_core.store import (
     LLM,
     InMemoryLightningStore,
@@ -79,6 +79,18 @@ async def test_what_the_agent_emits_and_returns_is_in_the_store_in_order(store):
         "agentlightning.operation.output.found": [1, 2],
     }
     assert spans[2].attributes == {"note.of": 3}
+
+
+def test_a_runner_is_ready_in_a_plain_block_too(memory):
+    with runner().run_context(agent=FunctionalLitAgent(lambda task: task / 4), store=memory) as worker:
+        done = asyncio.run(worker.step(3))
+    assert done.status == "succeeded"
+    assert find_final_reward(asyncio.run(memory.query_spans(done.rollout_id))) == 0.75
+    with pytest.raises(ConfigError, match="no agent"):
+        worker.get_agent()
+    agent = FunctionalLitAgent(lambda task: task)
+    with pytest.raises(ZeroDivisionError), runner().run_context(agent=agent, store=memory):
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("returned", [1, True])

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from rollout_core.agents import execution, runner as runner_module, running
 from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet
 from rollout_core.agents.agent import LitAgent, llm_rollout, rollout as rollout_agent
-from rollout_core.agents.algorithm import Algorithm, algo
+from rollout_core.agents.algorithm import Algorithm, algo, with_llm_proxy, with_store
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.components import build_component
 from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward
@@ -308,6 +308,56 @@ def test_a_notebooks_interruption_ends_the_run_and_leaves_true_states(tmp_path, 
         wait_until(lambda: _has_ended(process.pid))
     found = asyncio.run(_statuses(database))
     assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
+
+
+def test_a_port_of_the_trainer_is_that_of_its_strategy():
+    for strategy in (ClientServerExecutionStrategy(server_port=9000), {"type": "cs", "server_port": 9000}, "cs", None):
+        assert Trainer(strategy=strategy, port=9100).strategy.server_port == 9100
+    assert Trainer(strategy=ClientServerExecutionStrategy(server_port=9000)).strategy.server_port == 9000
+
+
+async def test_methods_of_algorithms_get_the_store_and_the_proxy(memory):
+    class Proxy:
+        def __init__(self, is_up: bool) -> None:
+            self.is_up, self.calls = is_up, []
+
+        def is_running(self) -> bool:
+            return self.is_up
+
+        async def start(self) -> None:
+            self.calls.append("start")
+
+        async def stop(self) -> None:
+            self.calls.append("stop")
+
+    class Own(Algorithm):
+        @with_store
+        async def stored(self, store, count, *, more):
+            return store, count, more
+
+        @with_llm_proxy()
+        async def asks(self, proxy, count):
+            return proxy, count
+
+        @with_llm_proxy(required=True, auto_start=False)
+        async def needs(self, proxy):
+            raise ZeroDivisionError
+
+    own = Own()
+    with pytest.raises(ConfigError, match="no store"):
+        await own.stored(1, more=2)
+    own.set_store(memory)
+    assert await own.stored(1, more=2) == (memory, 1, 2) and own.stored.__name__ == "stored"
+    assert await own.asks(1) == (None, 1)
+    with pytest.raises(ConfigError, match="needs an LLM proxy"):
+        await own.needs()
+    for is_up, done in ((False, ["start", "stop"]), (True, [])):
+        proxy = Proxy(is_up)
+        own.set_llm_proxy(proxy)
+        assert await own.asks(1) == (proxy, 1) and proxy.calls == done
+        with pytest.raises(ZeroDivisionError):
+            await own.needs()
+        assert proxy.calls == done
 
 
 async def test_without_an_algorithm_the_proxy_runs_and_its_resource_is_published(upstream):

@@ -72,6 +72,18 @@ async def test_an_update_without_status_leaves_the_rollout_alone(store, make):
     assert await make.status(store, rollout.rollout_id) == "cancelled"
 
 
+async def test_an_empty_worker_id_takes_the_attempt_from_its_worker(store, make):
+    rollout = await make.claimed(store, worker_id="w")
+    assert (await store.get_worker_by_id("w")).status == "busy"
+    attempt = await store.update_attempt(rollout.rollout_id, "latest", worker_id="")
+    assert attempt.worker_id == "" and attempt.status == "preparing"
+    assert (await store.query_attempts(rollout.rollout_id))[0] == attempt
+    worker = await store.get_worker_by_id("w")
+    assert (worker.status, worker.current_rollout_id, worker.current_attempt_id) == ("unknown", None, None)
+    ended = await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+    assert (ended.worker_id, ended.status) == ("", "succeeded") and len(await store.query_workers()) == 1
+
+
 async def test_fenced_success_of_the_holder_wins_once(store, make):
     rollout = await make.claimed(store)
     ids = (rollout.rollout_id, rollout.attempt.attempt_id)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from pydantic import BaseModel
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (
@@ -61,6 +62,32 @@ async def test_must_conditions_hold_whatever_joins_the_others(attempts):
     either = {"_aggregate": "or", "worker_id": {"exact": "w"}, "end_time": {"exact": 5.0}}
     assert await found(attempts, either) == ["r2a1", "r1a2"]
     assert await found(attempts, {**either, "_must": {"rollout_id": {"exact": "r1"}}}) == ["r1a2"]
+
+
+async def test_must_conditions_may_be_a_list(attempts):
+    must = [{"rollout_id": {"exact": "r1"}}, {"attempt_id": {"exact": "a2"}}]
+    either = {"_aggregate": "or", "status": {"exact": "failed"}, "worker_id": {"contains": "w"}}
+    assert await found(attempts, {**either, "_must": must}) == ["r1a2"]
+    assert await found(attempts, {"_must": [must[0], {"attempt_id": {"exact": "none"}}]}) == []
+
+
+async def test_a_list_contains_its_items_and_no_parts_of_them():
+    class Tagged(BaseModel):
+        name: str
+        tags: list[str] | None = None
+        numbers: tuple[int, ...] = ()
+
+    collection = ListBasedCollection(
+        [Tagged(name="a", tags=["core", "x"], numbers=(1, 2)), Tagged(name="b", tags=["encore"]), Tagged(name="c")],
+        Tagged,
+        ["name"],
+    )
+    for filter, names in (
+        ({"tags": {"contains": "core"}}, ["a"]),
+        ({"numbers": {"contains": 2}}, ["a"]),
+        ({"name": {"contains": "b"}}, ["b"]),
+    ):
+        assert [item.name for item in await collection.query(filter=filter)] == names
 
 
 async def test_missing_values_sort_by_the_kind_of_field(attempts):
@@ -120,7 +147,8 @@ async def test_an_update_moves_an_item_between_the_buckets_of_an_index(attempts)
         {"filter": {"worker_id": {"contains": None}}},
         {"filter": {"worker_id": {"contains": 5}}},
         {"filter": {"status": "failed"}},
-        {"filter": {"_must": [{"status": {"exact": "failed"}}]}},
+        {"filter": {"_must": "failed"}},
+        {"filter": {"_must": ["failed"]}},
         {"filter": [{"status": {"exact": "failed"}}]},
         {"sort": {"name": "status"}},
         {"sort": {"order": "asc"}},

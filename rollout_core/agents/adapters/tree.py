@@ -182,6 +182,14 @@ class TraceTree:
             made[id(node)] = node._label(), [made.pop(id(child)) for child in node.children]
         return made[id(self)]
 
+    def to_json(self) -> dict[str, Any]:
+        """The node with its ``id``, its ``span`` as JSON values, and its ``children`` likewise."""
+        made: dict[int, dict[str, Any]] = {}
+        for node in reversed(self.traverse()):
+            children = [made.pop(id(child)) for child in node.children]
+            made[id(node)] = {"id": node.id, "span": node.span.model_dump(mode="json"), "children": children}
+        return made[id(self)]
+
     def draw(self) -> str:
         """The tree as lines of text, each level two spaces further in, with durations in milliseconds."""
         return "\n".join(self._lines())

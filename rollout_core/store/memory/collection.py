@@ -4,7 +4,8 @@
 Items are values: one that has been handed over, or given out, is never changed in place, only replaced by ``update``.
 
 A filter maps field names to conditions, such as ``{"status": {"within": ["queuing"]}}``. ``_aggregate`` (``"and"`` or
-``"or"``) joins them all, but for those in a mapping of the same form under ``_must``, which always hold.
+``"or"``) joins them all, but for those in a mapping of the same form, or a list of such, under ``_must``, which always
+hold.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class FilterField(TypedDict, total=False):
     exact: Any
     within: Sequence[Any]
     """Any of these; none of them, no item."""
-    contains: str
-    """A part of the text, case and all."""
+    contains: Any
+    """A part of the text, case and all; of a field that is a list, one of its items."""
 
 
 FilterOptions = Mapping[str, Any]

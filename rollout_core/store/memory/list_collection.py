@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection as Values, Hashable, Iterable, 
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar
+from types import UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from sortedcontainers import SortedDict
@@ -41,7 +42,9 @@ class Condition(NamedTuple):
             return value == self.operand
         if self.operator == "within":
             return value in self.operand
-        return isinstance(value, str) and self.operand in value
+        if isinstance(value, str):
+            return isinstance(self.operand, str) and self.operand in value
+        return isinstance(value, list | tuple | set | frozenset) and self.operand in value
 
 
 def conditions_of(fields: Any) -> list[Condition]:
@@ -53,7 +56,7 @@ def conditions_of(fields: Any) -> list[Condition]:
         if not isinstance(field, Mapping):
             raise ConfigError(f"{name} is filtered by {field!r:.200}; expected a dict such as {{'exact': ...}}")
         for operator, operand in field.items():
-            if operator == "contains" and not isinstance(operand, str):
+            if operator == "contains" and not isinstance(operand, str | int | float):
                 raise ConfigError(f"{name} is to contain {operand!r:.200}; expected a text")
             if operator not in ("exact", "within", "contains"):
                 raise ConfigError(f"{name} is filtered by {operator!r}; expected 'exact', 'within' or 'contains'")
@@ -289,12 +292,18 @@ class ListBasedCollection(Collection[Record]):
     def _match(self, filter: FilterOptions) -> _Found:
         """The entries that match, by the best way there is to them."""
         joined = conditions_of({name: field for name, field in filter.items() if name not in ("_aggregate", "_must")})
-        needed = conditions_of(filter.get("_must") or {})
+        must = filter.get("_must") or ()
+        parts = [must] if isinstance(must, Mapping) or not isinstance(must, Sequence) else must
+        needed = [condition for part in parts for condition in conditions_of(part)]
         if filter.get("_aggregate", "and") == "and" or len(joined) == 1:
             needed, joined = [*needed, *joined], []
         for condition in (*needed, *joined):
             if condition.field not in self._item_type.model_fields:
                 raise ConfigError(f"cannot filter by {condition.field!r}; {self._item_type.__name__} has no such field")
+            if condition.operator == "contains" and not isinstance(condition.operand, str):
+                kind = self._item_type.model_fields[condition.field].annotation
+                if not _is_of_items(kind):
+                    raise ConfigError(f"{condition.field} is to contain {condition.operand!r:.200}; expected a text")
         found = self._by_prefix(needed) or self._by_index(needed) or _Found(self._all(), self._size)
         if not needed and not joined:
             return found
@@ -365,6 +374,14 @@ class ListBasedCollection(Collection[Record]):
             return missing if value is None else value
 
         return key
+
+
+def _is_of_items(annotation: Any) -> bool:
+    """Whether values of this type may be lists or sets."""
+    kinds = [annotation, get_origin(annotation)]
+    if any(isinstance(kind, type) and issubclass(kind, list | tuple | set | frozenset) for kind in kinds):
+        return True
+    return get_origin(annotation) in (Union, UnionType) and any(map(_is_of_items, get_args(annotation)))
 
 
 def _checked(
