@@ -240,6 +240,7 @@ class LearnerPlan(Plan):
             self.facts["trained tokens"] = report.num_trained_tokens
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
+        self._budget(settings, report)
         self.curriculum(what, settings, training_rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         longest = row_tokens(report, settings.sequence.max_length)
@@ -255,6 +256,7 @@ class LearnerPlan(Plan):
         self.sequence_length(what, settings.sequence)
         self.learner(what, settings)
         report = self.training_rows(f"{what}.dataset", settings.dataset, rows)
+        self._budget(settings, report)
         self.curriculum(what, settings, rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
         tokens = row_tokens(report, settings.sequence.max_length)
@@ -280,6 +282,18 @@ class LearnerPlan(Plan):
             return look_at_rows(rows, self.load_tokenizer, asked, **options)
 
         return self.check(f"{what}.{dataset.address_key}", look)
+
+    def _budget(self, settings: DatasetSettings, report: DataReport | None) -> None:
+        """Say where passes over the data end training before the steps that are asked for."""
+        budget = settings.budget
+        if report is None or budget.epochs is None or budget.max_steps is None:
+            return
+        steps = steps_of_rows(settings, report)
+        if steps is not None and steps < budget.max_steps:
+            self.facts["budget"] = (
+                f"epochs = {budget.epochs} ends training after {steps} optimizer steps, before max_steps = "
+                f"{budget.max_steps}; leave out epochs for as many steps"
+            )
 
     def curriculum(
         self, what: str, settings: DatasetSettings, asked: RowForm[Any, Any], report: DataReport | None

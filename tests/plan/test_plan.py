@@ -56,6 +56,16 @@ def test_a_disk_that_cannot_hold_the_states_of_all_iterations_is_refused(work: P
     assert "of which 64.0 MiB are there; free 65.0 MiB" in planned()["resources"]["grpo disk (estimate)"]
 
 
+def test_a_plan_says_where_epochs_end_training_before_the_steps_that_are_asked_for(work: Path):
+    def told(**budget: int) -> str | None:
+        return plan("train-sft", work, algorithm__budget=budget).get("budget")
+
+    assert told(epochs=1, max_steps=300) == (
+        "epochs = 1 ends training after 1 optimizer steps, before max_steps = 300; leave out epochs for as many steps"
+    )
+    assert told(epochs=3000, max_steps=300) is told(max_steps=300) is told(epochs=1) is None
+
+
 @pytest.mark.parametrize("keep", ["all", "last"])
 def test_what_earlier_updates_leave_counts_for_the_later_ones(work: Path, monkeypatch: pytest.MonkeyPatch, keep: str):
     """Each update alone would fit; of a run that keeps its last state the models of the others stay."""
