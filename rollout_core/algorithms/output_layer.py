@@ -210,8 +210,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Logi
     return product if transform == PLAIN else transform(product)
 
 
-def _slope(transform: LogitTransform, logits: Tensor) -> Tensor | float:
-    return 1.0 if transform == PLAIN else transform.slope(logits)
+def _slope(transform: LogitTransform, logits: Tensor) -> Tensor | float | None:
+    """By what gradients of ``logits`` are multiplied to be those of the product; None: they are."""
+    return None if transform == PLAIN else transform.slope(logits)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -272,7 +273,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype, ctx.needs_input_grad[:3])
         for chunk in _chunks(len(targets), len(weight), hidden.device):
             if kept is not None:
-                probabilities, slope = kept[chunk], ctx.transform.scale
+                probabilities, slope = kept[chunk], _slope(ctx.transform, kept[chunk])
             else:
                 logits = _logits(hidden[chunk], cast, cast_bias, ctx.transform)
                 slope = _slope(ctx.transform, logits)
@@ -288,7 +289,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad -= surprise.mul_(grad_entropy[chunk, None])
             if ctx.temperature != 1.0:
                 grad /= ctx.temperature
-            grads.add(chunk, grad if ctx.transform == PLAIN else grad * slope, cast)
+            grads.add(chunk, grad if slope is None else grad * slope, cast)
         return grads.hidden, grads.weight, grads.bias, *(None,) * 5
 
 
@@ -320,7 +321,7 @@ class _WeightedNLL(torch.autograd.Function):
                 if grads is not None:
                     part.mul_((weights[chunk] / sums)[:, None])
                     part[torch.arange(len(part), device=part.device), targets[chunk]] -= weights[chunk]
-                    grads.add(chunk, part if transform == PLAIN else part.mul_(slope), cast)
+                    grads.add(chunk, part if slope is None else part.mul_(slope), cast)
         if grads is not None:
             ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.mark_non_differentiable(is_best)
@@ -370,7 +371,7 @@ class _WeightedJSD(torch.autograd.Function):
                 divergence[chunk], grad = generalized_jsd(other, student, beta)
                 if grads is not None:
                     grad *= weights[chunk, None] / temperature
-                    if transform != PLAIN:
+                    if slope is not None:
                         grad *= slope
                     grads.add(chunk, F.pad(grad, (0, len(weight) - size)), cast)
         if grads is not None:
