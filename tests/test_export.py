@@ -326,6 +326,9 @@ def test_export_by_command(hub, objects, model, tmp_path, monkeypatch):
     assert done.stdout.splitlines()[0] == f"{tmp_path / 'out'}: model {model}"
     assert b"# me/tiny" in hub.received["README.md"]
     assert "nowhere to export to" in refused(rollout("export", model[:8]))
+    alone = ("export", model[:8], str(tmp_path / "adapter"), "--adapter")
+    assert "has no adapter: sft_update trained its own weights" in refused(rollout(*alone))
+    assert "leave out --gguf and --dtype" in refused(rollout(*alone, "--gguf"))
     nobodys = rollout("export", "latest", str(tmp_path / "other"), "--resource", "nobodys")
     assert "'nobodys' serves no model of ours" in refused(nobodys)
     # The database knows nothing of "policy", and its history does.

@@ -147,6 +147,9 @@ def export(
     gguf: Annotated[
         bool, typer.Option("--gguf", help="Also as one file, model.gguf, for llama.cpp and its kin (an extra).")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="What LoRA trained alone, as peft loads it, instead of the model.")
+    ] = False,
     dtype: Annotated[
         Literal["base", "stored", "float32", "bfloat16", "float16"],
         typer.Option(
@@ -167,12 +170,13 @@ def export(
 
         if folder is None and push is None:
             raise ConfigError("nowhere to export to; give a FOLDER, or --push-to-hub REPO")
+        if adapter and (gguf or dtype != "base"):
+            raise ConfigError("--adapter writes an adapter alone, in float32; leave out --gguf and --dtype")
         digits = _served(resource) if model == "latest" else model
         with object_store(storage) as objects, scratch_folder("export") as scratch:
             target = folder if folder is not None else scratch / "model"
-            found = export_model(
-                objects, model_to_export(objects, digits), target, name=name or push, as_gguf=gguf, dtype=dtype
-            )
+            options: Any = {"as_gguf": gguf, "as_adapter": adapter, "dtype": dtype}
+            found = export_model(objects, model_to_export(objects, digits), target, name=name or push, **options)
             precision = "" if found.dtype is None else f", weights in {found.dtype}"
             typer.echo(f"{'exported' if folder is None else folder}: model {found.model}{precision}")
             if push is not None:

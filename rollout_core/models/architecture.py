@@ -429,6 +429,29 @@ def adapter_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if _is_trained(name)}
 
 
+def peft_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`adapter_weights` by the names that peft's own files have."""
+    return {f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in weights.items()}
+
+
+def peft_config(config: LoRAConfig, weights: Mapping[str, Tensor], **options: Any) -> Any:
+    """peft's configuration of adapters with these `peft_names`; ``options`` are its further keys."""
+    from peft import LoraConfig
+
+    layers = {name.rpartition(_OWN)[0].rpartition(".")[2] for name in weights if _OWN in name}
+    heads = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in weights if _OWN not in name})
+    return LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=config.dropout,
+        use_rslora=config.rank_stabilized,
+        target_modules=sorted(config.target_modules or layers),
+        modules_to_save=heads or None,
+        inference_mode=True,
+        **options,
+    )
+
+
 def _is_trained(name: str) -> bool:
     return _OWN in name or name.partition(".")[0] in _HEADS
 
@@ -450,6 +473,7 @@ def check_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
 
     config = _adapter_config(folder)
     model = blank_model(model_folder)
+    linear = linear_layers(model)
     # Which way they were drawn at first does not matter, and some cannot be drawn without the model's weights.
     config.init_lora_weights = False
     try:
@@ -459,7 +483,7 @@ def check_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"adapter {folder} does not fit the model: {' '.join(str(error).split())} The linear layers of "
-            f"{type(model).__name__} are {', '.join(linear_layers(model))}"
+            f"{type(model).__name__} are {', '.join(linear)}"
         ) from error
     expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(wrapped).items()}
     twice = [name for name in expected if any(f".{layer}." in name for layer in _OUTPUTS)]

@@ -30,6 +30,7 @@ from rollout_core.objects.addresses import complete_id, is_short_id
 from rollout_core.objects.files import SNAPSHOT_REFS
 from rollout_core.objects.snapshots import MODEL_FOLDER
 from rollout_core.objects.trees import appearing_folder
+from rollout_core.promotion.adapter import base_of_adapter, write_adapter
 from rollout_core.promotion.gguf_file import FILE as GGUF, write_gguf
 from rollout_core.promotion.history import model_to_promote
 from rollout_core.promotion.model_card import ModelHistory, history_of_model, model_card
@@ -61,16 +62,20 @@ def export_model(
     *,
     name: str | None = None,
     as_gguf: bool = False,
+    as_adapter: bool = False,
     dtype: ExportDtype = "base",
 ) -> ModelHistory:
     """Write a model's files to ``folder``, with a card, the records of its lineage and its figures; what the card says.
 
     ``folder`` must not exist, or be empty; it appears whole and verified, or not at all. ``name`` is the card's title.
-    ``as_gguf`` adds the model as one file, `gguf_file.FILE`. ``dtype`` is that of the weights: ``base``, as the model
+    ``as_gguf`` adds the model as one file, `gguf_file.FILE`. ``as_adapter`` writes what LoRA trained alone, for peft,
+    instead of the model (`write_adapter`). ``dtype`` is that of the weights: ``base``, as the model
     has it that training began with; ``stored``, as they are; or one of `precision.DTYPES`.
     Raises Conflict, MissingObject or CorruptObject, ConfigError as `write_gguf`, and where the dtype cannot hold a
     weight.
     """
+    if as_adapter:
+        return _export_adapter(objects, model, folder, name or folder.resolve().name)
     manifest = objects.manifest(model)
     own = (CARD, RECORDS, METRICS, *([GGUF] if as_gguf else []))
     title = name or folder.resolve().name
@@ -83,14 +88,28 @@ def export_model(
             # As `round_weights` does it, so that the files are those of the model that was promoted.
             cast_model(temporary, temporary, history.dtype, stochastic=bool(history.updates))
         _name_ends(temporary)
-        (temporary / CARD).write_text(model_card(history, title), encoding="utf-8")
-        (temporary / RECORDS).write_text(json.dumps(_records(history), indent=2), encoding="utf-8")
-        lines = "".join(json.dumps(row) + "\n" for row in history.metrics)
-        if lines:
-            (temporary / METRICS).write_text(lines, encoding="utf-8")
+        _write_history(history, model_card(history, title), temporary)
         if as_gguf:
             write_gguf(temporary, temporary / GGUF, name=title)
     return history
+
+
+def _export_adapter(objects: ObjectStore, model: ContentId, folder: Path, title: str) -> ModelHistory:
+    history = history_of_model(objects, model)
+    card = model_card(history, title, adapter_of=base_of_adapter(history))
+    with appearing_folder(folder) as temporary:
+        write_adapter(objects, history, temporary)
+        _write_history(history, card, temporary)
+    return history
+
+
+def _write_history(history: ModelHistory, card: str, folder: Path) -> None:
+    """The card, the records of lineage and the figures of steps."""
+    (folder / CARD).write_text(card, encoding="utf-8")
+    (folder / RECORDS).write_text(json.dumps(_records(history), indent=2), encoding="utf-8")
+    lines = "".join(json.dumps(row) + "\n" for row in history.metrics)
+    if lines:
+        (folder / METRICS).write_text(lines, encoding="utf-8")
 
 
 def _name_ends(folder: Path) -> None:

@@ -135,13 +135,14 @@ def _evaluations(objects: ObjectStore, model: ContentId) -> Iterator[Evaluation]
 # The card
 
 
-def model_card(history: ModelHistory, name: str) -> str:
-    """The text of a ``README.md`` as Hugging Face shows it, its figures from ``history``."""
+def model_card(history: ModelHistory, name: str, *, adapter_of: ContentId | None = None) -> str:
+    """The text of a ``README.md`` as Hugging Face shows it, its figures from ``history``; ``adapter_of`` is the base of
+    one whose adapter alone is beside it."""
     parts = [
-        f"---\n{_front_matter(history, name)}\n---",
+        f"---\n{_front_matter(history, name, 'transformers' if adapter_of is None else 'peft')}\n---",
         f"# {name}",
         _summary(history),
-        _use(name),
+        _use(name) if adapter_of is None else _use_adapter(history, name, adapter_of),
         _data(history),
         _training(history),
         _figures(history),
@@ -151,11 +152,17 @@ def model_card(history: ModelHistory, name: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(history: ModelHistory, name: str) -> str:
+def hub_source(history: ModelHistory, model: ContentId) -> Source | None:
+    """Where a model behind a history came from, if it is one of the hub."""
+    sources = (source for item in history.imports if model in item.outputs for source in item.sources)
+    return next((source for source in sources if source.hub_id), None)
+
+
+def _front_matter(history: ModelHistory, name: str, library: str) -> str:
     hub = {kind: _hub_ids(history, kind) for kind in ("model", "data")}
     algorithms = dict.fromkeys(update.stage.removesuffix("_update") for update in history.updates)
     data = ModelCardData(
-        library_name="transformers",
+        library_name=library,
         model_name=name,
         base_model=hub["model"] or None,
         datasets=hub["data"] or None,
@@ -201,6 +208,19 @@ def _use(name: str) -> str:
         "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"model = AutoModelForCausalLM.from_pretrained({folder})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({folder})\n```"
+    )
+
+
+def _use_adapter(history: ModelHistory, name: str, base: ContentId) -> str:
+    source = hub_source(history, base)
+    where = f"the folder of: rollout export {base.short} FOLDER --dtype stored" if source is None else source.hub_id
+    kind = "SequenceClassification" if history.updates[-1].stage == "rm_update" else "CausalLM"
+    options = ", num_labels=1" if kind != "CausalLM" else ""
+    return (
+        "## Use\n\nThis folder has a low-rank adapter alone, of float32. It was trained on the model below.\n\n"
+        f"```python\nfrom peft import PeftModel\nfrom transformers import AutoModelFor{kind}\n\n"
+        f"base = AutoModelFor{kind}.from_pretrained({json.dumps(where)}{options})\n"
+        f"model = PeftModel.from_pretrained(base, {json.dumps(name)})\n```"
     )
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 from updates import LORA, UPDATES, grpo, ppo, preference_update, save_state, sft_settings, update_context
 
 from rollout_core.algorithms import dataset_updates, on_policy_updates
@@ -15,12 +22,17 @@ from rollout_core.algorithms.dataset_updates import rm_update
 from rollout_core.algorithms.loop import build_optimizer
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.state import TrainState, load_state
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.config import LoRAConfig, OptimizerConfig, RewardModelSettings
 from rollout_core.data.datasets import PairRow, to_jsonl
 from rollout_core.data.packing import pack_completions
 from rollout_core.models.architecture import WithoutAdapters, has_lora, merged_weights, with_lora
-from rollout_core.models.pretrained import load_causal_lm
+from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.imports import Source, record_import
+from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.records import Checkpoint
+from rollout_core.promotion.export import export_model
 
 IDS = torch.arange(2, 12)[None]
 
@@ -214,3 +226,72 @@ def test_a_reward_model_with_adapters_trains_its_head_too(tiny_model: Path, tmp_
     data = place.objects.put_bytes(to_jsonl(rows))
     checkpoint, _ = rm_update(place.objects.put_tree(tiny_model), data, settings, place)
     assert checkpoint.summary["loss"] < 0.6 and checkpoint.summary["rewards/margins"] > 0
+
+
+@pytest.mark.parametrize("name", ["sft-lora", "sft-chosen", "grpo-lora", "rm"])
+def test_an_adapter_leaves_alone_and_peft_makes_the_model_of_it(tiny_model: Path, tmp_path: Path, name: str):
+    """Of SFT, of an average at the best step, of the iterations of GRPO, which go on with one, and with a head."""
+    place = update_context(tmp_path)
+    base, lora = place.objects.put_tree(tiny_model), LORA if name != "rm" else LoRAConfig(r=4)
+    if name == "rm":
+        checkpoint = preference_update("rm", tiny_model, place, lora={"r": 4})
+    else:
+        checkpoint = UPDATES[name](place, tiny_model)
+    before = place.objects.put_bytes(b"the model of the iteration before") if name == "grpo-lora" else base
+    inputs = {"model": before, "reference": base, "settings": {"lora": lora.cache_identity()}}
+    record(place.objects, f"{name.partition('-')[0]}_update", inputs, checkpoint)
+    record_import(place.objects, base, Source(kind="model", address="a/b", hub_id="a/b", size_bytes=1, num_files=1))
+
+    folder = tmp_path / "adapter"
+    export_model(place.objects, checkpoint.model, folder, as_adapter=True)
+    assert {file.name for file in folder.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "README.md", "lineage.json", "training-metrics.jsonl",
+    }  # fmt: skip
+    kind = AutoModelForSequenceClassification if name == "rm" else AutoModelForCausalLM
+    options: Any = {"dtype": torch.float32} | ({"num_labels": 1} if name == "rm" else {})
+    adapted = PeftModel.from_pretrained(kind.from_pretrained(tiny_model, **options), str(folder)).eval()
+    merged = kind.from_pretrained(place.model(checkpoint.model), **options).eval()
+    bare = kind.from_pretrained(tiny_model, **options).eval()
+    torch.testing.assert_close(adapted(IDS).logits, merged(IDS).logits, rtol=1e-4, atol=1e-5)
+    assert (bare(IDS).logits - merged(IDS).logits).abs().max() > 1e-3
+    assert adapted.peft_config["default"].base_model_name_or_path == "a/b"
+    assert "library_name: peft" in (card := (folder / "README.md").read_text()) and 'from_pretrained("a/b"' in card
+
+
+def test_a_model_without_an_adapter_or_its_training_state_gives_none(tiny_model: Path, tmp_path: Path):
+    objects = update_context(tmp_path).objects
+    base, model = objects.put_tree(tiny_model), objects.put_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"has no adapter: no stage trained it; export it without --adapter"):
+        export_model(objects, base, tmp_path / "out", as_adapter=True)
+    outcome = Checkpoint(
+        model=model, train_state=objects.put_bytes(b"s"), metrics=objects.put_bytes(b""), algorithm="sft", step=1,
+        summary={},
+    )  # fmt: skip
+    record(objects, "sft_update", {"model": base, "settings": {"lora": None}}, outcome)
+    with pytest.raises(ConfigError, match="has no adapter: sft_update trained its own weights"):
+        export_model(objects, model, tmp_path / "out", as_adapter=True)
+    record(objects, "sft_update", {"model": base, "settings": {"lora": LORA.cache_identity()}}, outcome)
+    with pytest.raises(NotFound, match=r"the training state of this sft_update is not in the object store"):
+        export_model(objects, model, tmp_path / "out", as_adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_that_peft_would_put_elsewhere_is_refused(tiny_model: Path, tmp_path: Path):
+    """peft takes names of a dense layer for those of experts in older checkpoints."""
+    model, folder = experts("deepseek_v3"), tmp_path / "model"
+    model.resize_token_embeddings(load_causal_lm(tiny_model).config.vocab_size)
+    model.config.max_position_embeddings = 256
+    model.save_pretrained(folder)
+    copy_tokenizer(tiny_model, folder)
+    place = update_context(tmp_path)
+    checkpoint = UPDATES["sft-lora"](place, folder)
+    inputs = {"model": place.objects.put_tree(folder), "settings": {"lora": LORA.cache_identity()}}
+    record(place.objects, "sft_update", inputs, checkpoint)
+    with pytest.raises(ConfigError, match="peft would not put this adapter into the layers that it was trained in"):
+        export_model(place.objects, checkpoint.model, tmp_path / "out", as_adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def record(objects: ObjectStore, stage: str, inputs: dict[str, Any], outcome: Checkpoint) -> None:
+    """As the stage files what it made."""
+    record_derivation(objects, stage, inputs, outcome.outputs())
