@@ -26,6 +26,7 @@ from transformers import (
 )
 from updates import sft_settings
 
+from rollout_core.algorithms.dataset_updates import check_sequence_length
 from rollout_core.algorithms.output_layer import target_logprobs, weighted_nll
 from rollout_core.algorithms.policy import Policy, Teacher
 from rollout_core.algorithms.supervised import RewardModel, score_sequences
@@ -377,6 +378,22 @@ def test_rows_on_either_side_of_long_rope_have_in_company_what_they_have_alone()
         in_company = plain(input_ids=torch.tensor([[*range(13), 0], [*range(14)]])).logits[0, :13]
         by_itself = plain(input_ids=torch.tensor([[*range(13)]])).logits[0]
     assert not torch.allclose(in_company, by_itself, atol=1e-2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_of_dynamic_ntk_have_in_company_what_they_have_alone(packed):
+    """Its frequencies change beyond the model's positions alone, and longer rows are refused."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, **HEADS, max_position_embeddings=20, rope_parameters=rope)
+    policy = Policy(AutoModelForCausalLM.from_config(config).eval(), packed=packed)
+    items = [*documents(), Document(list(range(3))), Document(list(range(20)))]
+    with torch.no_grad():
+        together, alone = policy(pack(items)).logprobs, [policy(pack([item])).logprobs for item in items]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+    check_sequence_length(policy.model, 20)
+    with pytest.raises(ConfigError, match="the longest row has 21 tokens, the model has 20 positions"):
+        check_sequence_length(policy.model, 21)
 
 
 def test_reward_models_with_long_rope_score_a_row_as_if_it_were_alone():
