@@ -37,6 +37,9 @@ class Presence:
         self._watched: frozenset[str] = frozenset()
         self._gone_since: dict[str, float] = {}
         """By names of workers, monotonic seconds of the first look in a row that found their leases run out."""
+        self._looked_at = float("-inf")
+        """When the database answered last."""
+        self._lease: Lease | None = None
         self._is_away = False
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -46,8 +49,16 @@ class Presence:
         """Of ``workers`` of this pool, those that had a lease, and do not any more. Those asked for the first time are
         looked for from now on."""
         self._watched = frozenset(workers) - {self._name}
-        now, known = time.monotonic(), dict(self._gone_since)
-        return {worker for worker in self._watched if now - known.get(worker, now) >= SETTLE_SECONDS}
+        looked_at, known = self._looked_at, dict(self._gone_since)
+        if time.monotonic() - looked_at > 2 * BEAT_SECONDS + ANSWER_SECONDS:
+            return set()
+        return {worker for worker in self._watched if looked_at - known.get(worker, looked_at) >= SETTLE_SECONDS}
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the name is this process's alone. Another one may have it: an earlier supervisor that was killed, for
+        a moment; or one of a machine, or a container, that is called alike."""
+        return self._lease is not None
 
     def end(self) -> None:
         """Give up the lease, within the time that the database may take to answer."""
@@ -60,38 +71,39 @@ class Presence:
             runner.run(self._keep())
 
     async def _keep(self) -> None:
-        book, lease = None, None
+        book: LeaseBook | None = None
         async with AsyncExitStack() as stack:
             while not self._ended.is_set():
                 try:
                     async with asyncio.timeout(ANSWER_SECONDS):
                         if book is None:
                             book = (await stack.enter_async_context(open_store())).leases
-                        lease = await self._beat(book) or lease
-                    self._is_away = False
-                except Exception as error:  # noqa: BLE001 - any of the database's; machines are known again when it answers
+                        await self._beat(book)
+                    self._looked_at, self._is_away = time.monotonic(), False
+                except Exception as error:  # noqa: BLE001 - any of the database's; machines are known when it answers
                     self._gone_since = {}
                     if not self._is_away:
                         log.warning("the database does not answer, so other machines are not watched: %s", error)
                     self._is_away = True
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), BEAT_SECONDS)
-            if book is not None and lease is not None:
+            if book is not None and self._lease is not None:
                 with suppress(Exception):  # it runs out
-                    await asyncio.wait_for(book.release(lease), ANSWER_SECONDS / 2)
+                    await asyncio.wait_for(book.release(self._lease), ANSWER_SECONDS / 2)
 
-    async def _beat(self, book: LeaseBook) -> Lease | None:
+    async def _beat(self, book: LeaseBook) -> None:
         """Renew the own lease, and look at those of the workers that were asked for."""
-        found = await book.take(self._lease(self._name), self._owner, seconds=LEASE_SECONDS)
-        gone = dict(self._gone_since)
+        if self._lease is not None and not await book.renew(self._lease, seconds=LEASE_SECONDS):
+            self._lease = None
+        if self._lease is None:
+            found = await book.take(self._lease_name(self._name), self._owner, seconds=LEASE_SECONDS)
+            self._lease = found if isinstance(found, Lease) else None
+        gone: dict[str, float] = {}
         for worker in self._watched:
-            holding = await book.holding(self._lease(worker))
+            holding = await book.holding(self._lease_name(worker))
             if holding is not None and holding.seconds_left < 0:
-                gone.setdefault(worker, time.monotonic())
-            else:
-                gone.pop(worker, None)
+                gone[worker] = self._gone_since.get(worker, time.monotonic())
         self._gone_since = gone
-        return found if isinstance(found, Lease) else None
 
-    def _lease(self, worker: str) -> str:
+    def _lease_name(self, worker: str) -> str:
         return f"worker/{self._pool}/{worker}"

@@ -10,6 +10,7 @@ more, its runs keep what they have and are handed back, all within the time that
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from getpass import getuser
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -223,7 +225,8 @@ class SupervisedWorker:
             elif state.timestamp >= self._since and (state.is_pending() or run.run_count < MAX_TRIES):
                 left.append((run, state, "its worker died"))
         own = [(run, state) for run, state in under_way if run.labels.get(_WORKER) == self._worker_name]
-        if self._worker_name is not None and any(str(run.id) not in self._runs for run, _ in own):
+        is_alone = self._worker_name is not None and (self._presence is None or self._presence.is_held)
+        if is_alone and any(str(run.id) not in self._runs for run, _ in own):
             here = runs_of(psutil.process_iter())
             left += [(run, state, "its worker died") for run, state in own if str(run.id) not in here]
         if self._presence is not None:
@@ -319,8 +322,12 @@ def default_drain_seconds() -> float:
 
 
 def worker_name(pool: str) -> str:
-    """Of this machine's worker of a pool."""
-    return f"{socket.gethostname()}-{pool}"
+    """Of this user's worker of a pool on this machine. Users see no runs of others among their processes."""
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container's, of which it knows the number alone
+        user = str(os.getuid())
+    return f"{socket.gethostname()}-{user}-{pool}"
 
 
 def work(

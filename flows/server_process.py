@@ -127,7 +127,7 @@ class TriedAgain(logging.Filter):
         if time.monotonic() - self._said < SAY_SECONDS:
             return False
         record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = "the database was locked, and what met that was tried again: %d times since the last such line"
+        record.msg = "the database was locked; tasks of the server that were tried again since the last such line: %d"
         record.args, record.exc_info, record.exc_text = (self._count,), None, None
         self._count, self._said = 0, time.monotonic()
         return True
@@ -141,11 +141,15 @@ def _keep_log_small(file: Path) -> None:
 
 def rotate(file: Path) -> None:
     """Have this process write on into a new ``file`` where it has grown; nothing that it writes is lost."""
+    following = file.with_name(f"{file.name}.next")
     try:
-        if file.stat().st_size < LOG_BYTES or not os.path.samestat(file.stat(), os.fstat(1)):
+        is_there = file.exists()
+        if is_there and (file.stat().st_size < LOG_BYTES or not os.path.samestat(file.stat(), os.fstat(1))):
             return
-        file.replace(file.with_name(f"{file.name}.1"))
-        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        opened = os.open(following, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if is_there:
+            file.replace(file.with_name(f"{file.name}.1"))
+        following.replace(file)
     except OSError as error:
         sys.stderr.write(f"cannot begin another {file}: {error}\n")
         return

@@ -221,7 +221,7 @@ def s3_of_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
     server.shutdown()
 
 
-def test_temporary_credentials_that_expire_are_read_again_and_waited_for(s3_of_a_day) -> None:
+def test_temporary_credentials_that_expire_are_read_again_and_waited_for(s3_of_a_day, tmp_path: Path) -> None:
     """A process cannot change its storage options and environment, but somebody may renew the file of credentials."""
     options, renew, expired = s3_of_a_day
     renew("FIRST")
@@ -240,6 +240,10 @@ def test_temporary_credentials_that_expire_are_read_again_and_waited_for(s3_of_a
             ) as caught:
                 again()
             assert caught.value.hint.delay_seconds >= 10, "whoever renews them may be late"
+        (tmp_path / "credentials").write_text("")  # somebody is writing it
+        for again in attempts:
+            with pytest.raises(Recoverable, match="temporary credentials have expired"):
+                again()
         renew(f"KEY{number}")
     for attempt in attempts:
         attempt()

@@ -3,9 +3,10 @@ hooks, by the names under which they can be imported.
 
 A fresh interpreter, and not a fork of the calling process: a fork shares that one's open sockets, so that runners would
 read each other's answers, and has none of its threads, so that a pool that was used once hangs. An agent that is a
-global of a module is made anew by importing the module, with clients of its own; any other is pickled with what it
-holds. A process that is started later, in place of one that died, imports files as they are then: they must be as they
-were when the run began. Both sides are processes of one program, by a pipe between them: nothing of it is stored.
+global of a module is made anew by importing the module, with clients of its own, and gets those of its attributes that
+can be copied; any other is pickled with what it holds. A process that is started later, in place of one that died,
+imports files as they are then: they must be as they were when the run began. Both sides are processes of one program,
+by a pipe between them: nothing of it is stored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import io
 import pickle
 import sys
 import sysconfig
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import spawn
@@ -32,12 +32,14 @@ from rollout_core.base.errors import ConfigError, in_words
 _MAIN = "__main__"
 _PREPARED = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path")
 """Of what `multiprocessing` tells a process that it spawns: where modules are found, and the script."""
+_REFERENCES = ("_trainer", "_runner")
+"""Attributes of agents that refer, weakly, to what stays in the program."""
 _DEEPEST = 8
 """Attributes of attributes that an error names."""
 WAY_OUT = "or have the runners in threads: Trainer(strategy='shm')"
 
-_importing_script = ""
-"""In a runner's process, the script while it is imported."""
+_is_importing = False
+"""In a runner's process, while it imports the script and modules."""
 
 
 class CannotBeImported(ConfigError):
@@ -65,9 +67,9 @@ def unpacked(data: bytes) -> Any:
     CannotBeImported."""
     prepared, body, digests = pickle.loads(data)  # noqa: S301 - of this program, over its own pipe
     try:
-        with _importing(prepared.get("init_main_from_path") or prepared.get("init_main_from_name") or ""):
+        with _importing():
             spawn.prepare(prepared)
-        work = pickle.loads(body)  # noqa: S301 - the same
+            work = pickle.loads(body)  # noqa: S301 - the same
         if changed := [file for file in _own_files() if file in digests and digests[file] != _digest(file)]:
             raise CannotBeImported(
                 f"{', '.join(sorted(changed))} changed since the run began, and a runner that is started now would run "
@@ -84,11 +86,11 @@ def unpacked(data: bytes) -> Any:
 
 
 def check_not_importing() -> None:
-    """Raises CannotBeImported where a runner's process has come to this place while it imported the script."""
-    if _importing_script:
+    """Raises CannotBeImported where a runner's process has come to this place while it imported the agent's module."""
+    if _is_importing:
         raise CannotBeImported(
-            f"{_importing_script} starts a run wherever it is imported, as each runner's process does; put what starts "
-            f"it under `if __name__ == {_MAIN!r}:`, {WAY_OUT}"
+            "the script or module of the agent starts a run wherever it is imported, as each runner's process does; "
+            f"put what starts it into a function, or under `if __name__ == {_MAIN!r}:`, {WAY_OUT}"
         )
 
 
@@ -116,13 +118,13 @@ def _digest(file: str) -> str:
 
 
 @contextmanager
-def _importing(script: str) -> Iterator[None]:
-    global _importing_script
-    _importing_script = script
+def _importing() -> Iterator[None]:
+    global _is_importing
+    _is_importing = True
     try:
         yield
     finally:
-        _importing_script = ""
+        _is_importing = False
 
 
 class _Pickler(pickle.Pickler):
@@ -133,18 +135,23 @@ class _Pickler(pickle.Pickler):
         self._by_name = by_name
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, weakref.ref):  # to the trainer and the runner of this process
-            return _nothing, ()
-        if isinstance(obj, FunctionalLitAgent) or (self._by_name and isinstance(obj, LitAgent)):
+        if isinstance(obj, type | FunctionType) and obj.__module__ == _MAIN:
+            _check_name(obj.__qualname__.partition(".")[0])
+        if not isinstance(obj, LitAgent):
+            return NotImplemented
+        if isinstance(obj, FunctionalLitAgent) or self._by_name:
             if (place := _place(obj)) is not None:
-                return _imported, place
+                return _imported, (*place, None if isinstance(obj, FunctionalLitAgent) else _copied(obj))
             if isinstance(obj, FunctionalLitAgent):
                 name = f"{obj.__module__}.{getattr(obj, '__qualname__', '?')}"
                 raise CannotBeImported(
                     f"agent {name} is no global of its module, so a fresh process cannot import it; define it at the "
                     f"module's top level, {WAY_OUT}"
                 )
-        return NotImplemented
+        function, arguments, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name not in _REFERENCES}
+        return function, arguments, *rest
 
 
 def _pickled(work: Any) -> bytes:
@@ -165,43 +172,82 @@ def _dumped(value: Any, *, by_name: bool) -> bytes:
 def _place(agent: LitAgent[Any]) -> tuple[str, str] | None:
     """The module and the name in it by which ``agent`` is imported; None: there is none. The script comes last, for not
     every script can be imported."""
-    first = [agent.__module__, type(agent).__module__]
+    first, of_script = [agent.__module__, type(agent).__module__], _names_of_script()
     names = sys.modules.keys() - {"__mp_main__"}  # the script's other name
     for name in sorted(names, key=lambda name: (name == _MAIN, name not in first)):
         module = sys.modules[name]
         for key, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if value is agent:
+            if value is agent and (name != _MAIN or of_script is None or key in of_script):
                 return name, key
     return None
 
 
-def _imported(module: str, name: str) -> Any:
+def _copied(agent: LitAgent[Any]) -> dict[str, Any]:
+    """Those of its attributes that can be pickled: the program may have set them since it imported the agent."""
+    own = {name: value for name, value in vars(agent).items() if name not in _REFERENCES}
+    return {name: value for name, value in own.items() if _refusal(value) is None}
+
+
+def _imported(module: str, name: str, attributes: dict[str, Any] | None) -> Any:
     __import__(module)
     try:
-        return getattr(sys.modules[module], name)
+        found = getattr(sys.modules[module], name)
     except AttributeError:
-        where = "the script" if module == _MAIN else f"module {module}"
         raise CannotBeImported(
-            f"{where} has no {name!r} when a runner's process imports it; define the agent before and outside of "
-            f"`if __name__ == {_MAIN!r}:`, {WAY_OUT}"
+            f"module {module} has no {name!r} when a runner's process imports it; define the agent at its top level, "
+            f"{WAY_OUT}"
         ) from None
+    vars(found).update(attributes or {})
+    return found
 
 
-def _nothing() -> None:
-    return None
+def _check_name(name: str) -> None:
+    """Raises CannotBeImported for what the script defines only where it is run."""
+    names = _names_of_script()
+    if names is not None and name not in names:
+        raise CannotBeImported(
+            f"the script defines {name} only under `if __name__ == {_MAIN!r}:`, which a runner's process leaves out; "
+            f"define it above, {WAY_OUT}"
+        )
+
+
+def _source_of_script() -> ast.Module | None:
+    """None where no other process can read it: an interactive session."""
+    try:
+        return ast.parse(inspect.getsource(sys.modules[_MAIN]))
+    except (OSError, TypeError):
+        return None
+
+
+def _names_of_script() -> set[str] | None:
+    """What the script binds at its top level outside of the part that is run only; None: that cannot be told."""
+    source = _source_of_script()
+    found: set[str] = set()
+    for node in [] if source is None else source.body:
+        if isinstance(node, ast.If) and _is_guard(node.test):
+            continue
+        is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for inner in [node] if is_scope else ast.walk(node):
+            if isinstance(inner, ast.alias):
+                if inner.name == "*":
+                    return None
+                found.add(inner.asname or inner.name.partition(".")[0])
+            elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                found.add(inner.id)
+            elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(inner.name)
+    return None if source is None else found
 
 
 def _check_script() -> None:
     """Raises CannotBeImported where importing the script anew is impossible, or would do its work once more."""
-    main = sys.modules[_MAIN]
-    try:
-        source = inspect.getsource(main)
-    except (OSError, TypeError):
+    main, source = sys.modules[_MAIN], _source_of_script()
+    if source is None:
         raise CannotBeImported(
             "the agent, or what it is made of, is defined in an interactive session, which no other process imports; "
             f"put it into a module, {WAY_OUT}"
-        ) from None
-    if not any(isinstance(node, ast.If) and _is_guard(node.test) for node in ast.parse(source).body):
+        )
+    if not any(isinstance(node, ast.If) and _is_guard(node.test) for node in source.body):
         raise CannotBeImported(
             f"the agent is defined in {Path(getattr(main, '__file__', None) or _MAIN).name}, which each runner's "
             "process imports, and there all of it would run once more; put what starts the run under "

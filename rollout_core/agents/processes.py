@@ -15,13 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout_core.agents.handover import packed
 from rollout_core.agents.nursery import CANNOT_IMPORT, GIVEN_UP, receive, send
 from rollout_core.base import process_tree
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.base.processes import search_path
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +75,12 @@ class RunnerProcesses:
         self._stopping = False
         self._connection, theirs = multiprocessing.Pipe()
         with theirs, _blocked_stop_signals():
+            # By its own path, not by PYTHONPATH: agents start processes too, of which this is not to be seen.
+            path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})"
             serve = f"from rollout_core.agents.nursery import serve; serve({theirs.fileno()}, {os.getpid()})"
             self._nursery = subprocess.Popen(
-                [sys.executable, "-P", "-c", serve],
+                [sys.executable, "-P", "-c", f"{path}; {serve}"],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": search_path()},
                 pass_fds=[theirs.fileno()],
             )
         try:
@@ -104,7 +105,7 @@ class RunnerProcesses:
                 continue
             try:
                 death: Death = Death(*receive(self._connection))
-            except EOFError:
+            except (EOFError, OSError):
                 raise Fatal("the process that starts the runners has died") from None
             self._alive.discard(death.number)
             if death.exit_code in self._allowed or self._stopping:
@@ -122,7 +123,8 @@ class RunnerProcesses:
     def _start(self, number: int, url: str) -> None:
         self._alive.add(number)
         self._started[number] = time.monotonic()
-        send(self._connection, ["start", number, url])
+        with contextlib.suppress(OSError):  # it has died, which `run` sees
+            send(self._connection, ["start", number, url])
 
     def _count(self, death: Death) -> None:
         number = death.number
@@ -170,5 +172,10 @@ def _logging() -> dict[str, Any] | None:
     if not streams:
         return None
     formatter = streams[0].formatter
-    form = {} if formatter is None else {"format": formatter._fmt, "datefmt": formatter.datefmt}
-    return {"level": root.level, **form}
+    if type(formatter) is not logging.Formatter or type(formatter._style) is not logging.PercentStyle:
+        return {"level": root.level}
+    try:
+        formatter.format(logging.makeLogRecord({}))
+    except Exception:  # noqa: BLE001 - of fields that only this program's filters add
+        return {"level": root.level}
+    return {"level": root.level, "format": formatter._fmt, "datefmt": formatter.datefmt}

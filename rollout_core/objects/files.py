@@ -150,7 +150,7 @@ def write_all(file: FileIO, chunk: bytes) -> None:
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG}
-_NO_CREDENTIALS = {
+NO_CREDENTIALS = {
     "NoCredentialsError",
     "PartialCredentialsError",
     "CredentialRetrievalError",
@@ -215,7 +215,7 @@ def _fault(error: Exception, what: str) -> RolloutError:
     refusal = _advice_of(error)
     if refusal:
         return ConfigError(f"{message}; {refusal}")
-    if type(error).__name__ in _NO_CREDENTIALS or status == "401":
+    if type(error).__name__ in NO_CREDENTIALS or status == "401":
         return ConfigError(f"{message}; expected valid credentials in the environment or in the storage options")
     # gcsfs gives 403 in the message only.
     refused = (

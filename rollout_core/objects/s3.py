@@ -24,6 +24,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.objects.buckets import READ_BYTES, RemoteFiles, log
 from rollout_core.objects.files import (
     EXPIRED_CREDENTIALS,
+    NO_CREDENTIALS,
     AwaitsCredentials,
     FileStat,
     Upload,
@@ -46,6 +47,10 @@ _PASSING_CODES = {"SlowDown", "XAmzContentSHA256Mismatch", "BadDigest"}
 _JOIN = "complete_multipart_upload"
 _clients: weakref.WeakKeyDictionary[Any, dict[float, Any]] = weakref.WeakKeyDictionary()
 """Clients of this process, by the file system of s3fs whose options they have, and by the seconds that they wait."""
+_renewable: weakref.WeakSet[Any] = weakref.WeakSet()
+"""File systems whose credentials came from where somebody, or botocore itself, puts others."""
+_FIXED = ("env", "explicit")
+"""Ways in which a process gets credentials that cannot change while it runs."""
 _making = threading.Lock()
 
 
@@ -145,7 +150,7 @@ class S3Files(RemoteFiles):
         try:
             return request(fs)
         except Exception as error:
-            if aws_code(error) not in EXPIRED_CREDENTIALS:
+            if not _lacks_credentials(error):
                 raise
             raise _awaited(error) from error
 
@@ -178,7 +183,7 @@ class S3Files(RemoteFiles):
                     _renew(fs, client)
                     client, is_renewed = _client_of(fs, seconds), True
                     continue
-                if is_renewed and aws_code(error) in EXPIRED_CREDENTIALS:
+                if is_renewed and _lacks_credentials(error):
                     raise _awaited(error) from error
                 if is_last or not _is_passing(error):
                     told = translate_boto_error(error)
@@ -219,13 +224,18 @@ def _client_of(fs: Any, read_timeout: float) -> Any:
     return client
 
 
+def _lacks_credentials(error: Exception) -> bool:
+    """Whether those of the request have expired, or there were none where they are read from."""
+    return aws_code(error) in EXPIRED_CREDENTIALS or type(error).__name__ in NO_CREDENTIALS
+
+
 def _may_be_renewed(fs: Any, client: Any, error: Exception) -> bool:
-    """Whether credentials have expired that are read from where somebody may have put others since. The storage options
-    and the environment of a process stay as they are. An answer to HEAD says only 400, without a reason."""
-    credentials = client._request_signer._credentials
-    if aws_code(error) not in EXPIRED_CREDENTIALS or fs.key is not None or credentials is None:
+    """Whether a request lacks credentials that may be there by now. The storage options and the environment of a
+    process stay as they are; a file may be read at the moment in which somebody writes it, and be empty then."""
+    if fs not in _renewable or not _lacks_credentials(error):
         return False
-    return credentials.token is not None and credentials.method not in ("env", "explicit")
+    # An answer to HEAD says only 400, without a reason.
+    return aws_code(error) != "400" or client._request_signer._credentials.token is not None
 
 
 def _renew(fs: Any, client: Any) -> None:
@@ -239,7 +249,8 @@ def _renew(fs: Any, client: Any) -> None:
 
 
 def _awaited(error: Exception) -> AwaitsCredentials:
-    return AwaitsCredentials(f"the temporary credentials have expired ({aws_code(error)})")
+    reason = aws_code(error) or type(error).__name__
+    return AwaitsCredentials(f"the temporary credentials have expired ({reason})")
 
 
 def _make_client(fs: Any, read_timeout: float) -> Any:
@@ -255,7 +266,11 @@ def _make_client(fs: Any, read_timeout: float) -> Any:
         named = {name: value for name, value in named.items() if name not in keys}
         config["signature_version"] = UNSIGNED
     given = {name: value for name, value in named.items() if value is not None}
-    return Session(**fs.kwargs).create_client("s3", config=Config(**config), **given)
+    client = Session(**fs.kwargs).create_client("s3", config=Config(**config), **given)
+    found = client._request_signer._credentials
+    if found is not None and found.method not in _FIXED:
+        _renewable.add(fs)
+    return client
 
 
 class S3Upload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rollout_core.agents import (
     LitAgentRunner,
     OtelTracer,
     Trainer,
+    processes,
     rollout,
 )
 from rollout_core.agents.emitters import find_final_reward
@@ -28,6 +30,7 @@ from tests.agents import handed_over
 from tests.store.patience import LONG
 
 ROOT = Path(__file__).parents[2]
+PLAIN = {"format": "%(levelname)s %(message)s", "datefmt": "%H"}
 RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
 
 
@@ -36,6 +39,33 @@ def test_an_agent_is_found_by_its_name_and_another_ones_values_are_copied():
     assert unpacked(packed(handed_over.LOCKED)) is handed_over.LOCKED, "a lock has no copy, but a name leads to it"
     copied = unpacked(packed(handed_over.Holds(5.0)))
     assert isinstance(copied, handed_over.Holds) and copied.factor == 5.0
+
+
+def test_what_the_program_has_set_on_an_agent_comes_with_its_name(monkeypatch):
+    monkeypatch.setattr(handed_over.LOCKED, "factor", 10.0)
+    work = packed(handed_over.LOCKED)
+    monkeypatch.setattr(handed_over.LOCKED, "factor", 3.0)
+    assert unpacked(work).factor == 10.0
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (
+            {"format": "%(levelname)s %(message)s", "datefmt": "%H"},
+            {"format": "%(levelname)s %(message)s", "datefmt": "%H"},
+        ),
+        ({"format": "{levelname} {message}", "style": "{"}, {}),
+        ({"format": "%(of_a_filter)s %(message)s"}, {}),
+    ],
+)
+def test_runners_log_as_the_program_does_where_they_can(monkeypatch, options, kept):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    assert processes._logging() is None
+    logging.basicConfig(level=logging.INFO, **options)
+    assert processes._logging() == {"level": logging.INFO, **kept}
 
 
 def test_what_the_program_refers_to_stays_there():
@@ -183,11 +213,16 @@ def test_a_client_and_a_pool_that_the_program_has_used_are_not_shared_by_its_run
         ("@rollout\ndef agent(task, llm):\n    return 1.0\n\nfit(agent)\n", "program.py, which each runner's process"),
         (
             "@rollout\ndef agent(task, llm):\n    return 1.0\n\nif __name__ == '__main__':\n    pass\nfit(agent)\n",
-            "program.py starts a run wherever it is imported",
+            "starts a run wherever it is imported",
+        ),
+        (
+            "class Agent(LitAgent):\n    def rollout(self, *_):\n        return 1.0\n\n"
+            "if __name__ == '__main__':\n    class Other(Agent):\n        pass\n    fit(Other())\n",
+            "the script defines Other only under",
         ),
         (
             "if __name__ == '__main__':\n    @rollout\n    def agent(task, llm):\n        return 1.0\n    fit(agent)\n",
-            "the script has no 'agent' when a runner's process imports it",
+            "agent __main__.agent is no global of its module",
         ),
     ],
 )

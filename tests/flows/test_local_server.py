@@ -283,6 +283,6 @@ def test_tasks_of_the_server_that_are_tried_again_are_counted_in_a_line(monkeypa
     finally:
         log.removeFilter(told)
     found = [(record.levelname, record.getMessage()) for record in caplog.records]
-    line = "the database was locked, and what met that was tried again: {} times since the last such line"
+    line = "the database was locked; tasks of the server that were tried again since the last such line: {}"
     assert found == [("WARNING", line.format(1)), ("ERROR", "tried again"), ("WARNING", line.format(3))]
     assert [record.exc_info is None for record in caplog.records] == [True, False, True]

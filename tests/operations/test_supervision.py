@@ -124,6 +124,8 @@ def test_runs_that_a_killed_supervisor_left_running_are_handed_back_by_the_next_
         return False
 
     class Vanished:
+        is_held = True
+
         def gone(self, workers: set[str]) -> set[str]:
             assert workers == {"this-one", "gone", "another"}
             return {"gone"}
