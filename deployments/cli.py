@@ -153,7 +153,7 @@ def deploy(
 @ops_app.command("worker")
 def worker(
     pool: Annotated[str, typer.Option(help="Work pool of type process whose runs this machine takes.")] = "cpu",
-    name: Annotated[str | None, typer.Option(help="Of the worker. Default: machine and pool.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the worker. Default: machine, user and pool.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Runs at the same time. Default: any number.")] = None,
     spot: Annotated[
         str,
