@@ -13,6 +13,8 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -31,9 +33,26 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.2
 OBSERVERS = ("prefect.FlowRunCancellingObserver", "prefect.FlowRunSuspendingObserver")
 """Loggers of what listens to the server for runs that are cancelled or suspended."""
+CHECK_SECONDS = 60.0
+"""A check of parameters that takes longer is killed, and its run is proposed as any other."""
+FORGET_SECONDS = 3600.0
+"""What was found of a run that nobody has asked for so long is forgotten; one that waits comes twice a minute."""
 MOST_OF_AN_ERROR = 300
 REFUSED = 3
 """Exit status of `deployments.parameters` where a run's are wrong."""
+
+
+@dataclass
+class Check:
+    """Of the parameters of a run that the server let wait."""
+
+    task: asyncio.Task[bool]
+    seen: float = field(default_factory=lambda: monotonic())
+    """When its run was last to be proposed."""
+
+    @property
+    def has_refused(self) -> bool:
+        return self.task.done() and not self.task.cancelled() and self.task.result()
 
 
 class DrainingWorker(ProcessWorker):
@@ -52,8 +71,8 @@ class DrainingWorker(ProcessWorker):
         self._is_draining = False
         self._in_hand = 0
         """Runs whose `run` has not returned."""
-        self._checks: dict[UUID, asyncio.Task[bool]] = {}
-        """Of the parameters of runs that the server let wait, once for each."""
+        self._checks: dict[UUID, Check] = {}
+        """Once for each run that waits, until its turn comes or it is retried."""
         self.has_left_runs = False
         """Some could not be handed back; the supervisor, which knows them, tries again."""
 
@@ -92,28 +111,63 @@ class DrainingWorker(ProcessWorker):
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         """Where the server has a run wait for its place, its parameters are checked meanwhile."""
         check = self._checks.get(flow_run.id)
-        if check is not None and (not check.done() or (not check.cancelled() and check.result())):
-            return False  # a proposal would have a run wait again that has just failed
+        if check is not None:
+            check.seen = monotonic()
+            if not check.task.done():
+                return False
+            if check.has_refused:
+                if not await self._is_scheduled(flow_run.id):
+                    return False  # a proposal would have a run wait again that has just failed
+                del self._checks[flow_run.id]  # it is retried, maybe with other parameters
+                check = None
         is_its_turn = await super()._propose_pending_state(flow_run)
-        if not is_its_turn and check is None:
-            self._checks[flow_run.id] = asyncio.create_task(self._refuses(flow_run.id))
+        if is_its_turn:
+            self._checks.pop(flow_run.id, None)
+        elif check is None:
+            self._forget_checks()
+            self._checks[flow_run.id] = Check(asyncio.create_task(self._refuses(flow_run.id)))
         return is_its_turn
 
+    async def _is_scheduled(self, run_id: UUID) -> bool:
+        """Whether a run still waits, or again. What a worker was given may have changed since."""
+        try:
+            state = (await self.client.read_flow_run(run_id)).state
+        except Exception as error:  # noqa: BLE001 - any of the client's would end the worker; the next look asks again
+            self._logger.warning("flow run %s could not be read: %s", run_id, error)
+            return False
+        return state is not None and state.is_scheduled()
+
+    def _forget_checks(self) -> None:
+        """Of runs that were cancelled while they waited, or are never retried."""
+        since = monotonic() - FORGET_SECONDS
+        self._checks = {id: each for id, each in self._checks.items() if not each.task.done() or each.seen > since}
+
     async def _refuses(self, run_id: UUID) -> bool:
-        """Have a run fail whose parameters are wrong; whether they are."""
+        """Have a run fail whose parameters are wrong; whether they are. Where nobody can tell they count as right."""
+        try:
+            status, said = await self._look_at_parameters(run_id)
+        except Exception as error:  # noqa: BLE001 - such as a machine that has no process left
+            status, said = None, f"{type(error).__name__}: {error}".removesuffix(": ")
+        if status not in (0, REFUSED):
+            last = said.strip().rpartition("\n")[2]
+            self._logger.info("the parameters of flow run %s could not be checked: %s", run_id, last)
+        return status == REFUSED
+
+    async def _look_at_parameters(self, run_id: UUID) -> tuple[int | None, str]:
+        """Exit status and standard error of `deployments.parameters`."""
         # In a process of its own: what flows import would stay in this one.
         command = [sys.executable, "-P", "-m", "deployments.parameters", str(run_id)]
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         try:
-            _, said = await process.communicate()
-        except asyncio.CancelledError:
-            process.kill()
-            await process.wait()
-            raise
-        if process.returncode not in (0, REFUSED):
-            last = said.decode(errors="replace").strip().rpartition("\n")[2]
-            self._logger.info("the parameters of flow run %s could not be checked: %s", run_id, last)
-        return process.returncode == REFUSED
+            async with asyncio.timeout(CHECK_SECONDS):
+                _, said = await process.communicate()
+        except TimeoutError:
+            return None, f"it took longer than {CHECK_SECONDS:g} s"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        return process.returncode, said.decode(errors="replace")
 
     async def run(
         self,
