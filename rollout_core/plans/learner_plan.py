@@ -58,14 +58,16 @@ from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.resources import (
     Left,
+    Outcome,
     States,
     disk_needs,
     left_behind,
     memory_needs,
     row_tokens,
+    state_bytes,
     states_of,
     steps_of_rows,
-    stored_states,
+    stored_of,
     training_of,
 )
 from rollout_core.rewards.loading import load_reward
@@ -92,6 +94,8 @@ class LearnerPlan(Plan):
     """How the users' reward functions that were loaded are called, by their names."""
     _left: Left = field(default_factory=Left)
     """What the learners that were looked at leave on the disk."""
+    _outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """What stays of them, by the names of their algorithms."""
     run_name: str = ""
     keeps_last: bool = False
     """Whether its run keeps only the last training state."""
@@ -178,9 +182,10 @@ class LearnerPlan(Plan):
         self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, states: States, **models: int
     ) -> None:
         """An estimate of memory and disk, with what earlier updates of the run leave there; an error only where the
-        certain part of it exceeds all there is.
+        certain part of it exceeds all there is, with what may be stored already.
 
-        ``what`` is the key of the learner, which `learner` has looked at; ``models`` as of `training_of`.
+        ``name`` is the algorithm's; ``what`` is the key of the learner, which `learner` has looked at; ``models`` as of
+        `training_of`.
         """
         if self.model_facts is None:
             return
@@ -188,9 +193,12 @@ class LearnerPlan(Plan):
         url = "" if self.objects is None else self.objects.url
         folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
         size, before = self.model_facts.size, self._left
+        self._outcomes[name] = Outcome(
+            states.ends, state_bytes(size, training), (states.models - 1) * size.weight_bytes
+        )
         found = disk_needs(size, training, folder, states, before)
         if folder is not None and self.objects is not None and any(need.problem for need in found):
-            states = replace(states, stored_bytes=stored_states(self.objects, self.run_name, settings))
+            states = replace(states, stored=stored_of(self.objects, self.run_name, self._outcomes, size))
             found = disk_needs(size, training, folder, states, before)
         self._left = left_behind(size, training, states, before, keeps_last=self.keeps_last)
         needs = ([] if "learning" in self.placed else memory_needs(size, training)) + found

@@ -14,17 +14,20 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_core.base.determinism import machine_memory, mixed_precision, probe_device
+from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.settings import checks_disk, stop_seconds
 from rollout_core.config import DatasetSettings, LearnerSettings
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.models.facts import FLOAT32_BYTES, ModelSize
 from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.files import IMPORT_REFS, LET_GO_REFS
 
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport
@@ -206,6 +209,17 @@ def memory_needs(model: ModelSize, training: Training) -> list[Need]:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Bytes of the object store that are, or may be, of a run already. What is there takes no room again, and a run
+    that fits is never refused: so what nobody can know counts as there."""
+
+    own: int = 0
+    """States that the run has stored. With any, it may have stored all that it needs, its models as well."""
+    others: int = 0
+    """At most what other runs may have stored of it, where updates of theirs are the same."""
+
+
+@dataclass(frozen=True)
 class States:
     """Training states that a run writes."""
 
@@ -219,8 +233,8 @@ class States:
     """Stored by themselves: of updates whose state is not stored, and the one to begin with."""
     held: int = 0
     """In temporary files at the same time, where not all are stored: one that is gone on from, and the next."""
-    stored_bytes: int = 0
-    """What an earlier try of the run has stored of them already."""
+    stored: Stored = Stored()
+    """What there is of them, and of what stays of the run, already."""
 
 
 def states_of(
@@ -266,12 +280,13 @@ class Left:
 
 
 def left_behind(model: ModelSize, training: Training, states: States, before: Left, *, keeps_last: bool) -> Left:
-    """What an update leaves beside what was there before it; with ``keeps_last`` only its model stays for certain."""
-    state, models = state_bytes(model, training), states.models * model.weight_bytes
-    most = states.most * state + models
+    """What an update leaves beside what was there before it. With ``keeps_last`` only the model that it began with is
+    sure to stay. Not counted is its own model: it is part of its state, or the next update's to count."""
+    state = state_bytes(model, training)
+    most, apart = states.most * state, (states.models - 1) * model.weight_bytes
     if not keeps_last:
-        return Left(before.certain + states.ends * state + models, before.most + most)
-    return Left(before.certain + model.weight_bytes, before.certain + most)
+        return Left(before.certain + states.ends * state + apart, before.most + most + apart)
+    return Left(before.certain + model.weight_bytes, before.certain + most + apart + model.weight_bytes)
 
 
 def disk_needs(
@@ -293,7 +308,7 @@ def _held_need(model: ModelSize, training: Training, folder: Path | None, states
     if folder is not None and _device(folder) == _device(place):
         models = states.models * model.weight_bytes
         most, least = states.most * state + models + before.most, states.ends * state + models + before.certain
-        free += states.stored_bytes
+        free += states.stored.own
         text += f", beside {readable(most)} of the object store"
     text += f"; free {readable(free)}" + (" (may not fit)" if most + held > free else "")
     seconds = stop_seconds()
@@ -306,19 +321,22 @@ def _held_need(model: ModelSize, training: Training, folder: Path | None, states
         f"{states.held} training states that are not stored (state_every) take {readable(held)}{beside}, but {place} "
         f"has {readable(free)} free; make room, choose another TMPDIR or state_every = 1, or set ROLLOUT_DISK_CHECK=off"
     )
-    certain = held + (least if least <= free else 0)  # otherwise the object store's own problem says so
+    certain = held
+    if least and not states.stored.own:
+        free += states.stored.others
+        certain += least if least <= free else 0  # otherwise the object store's own problem says so
     return Need("temporary disk", text, problem if certain > free and checks_disk() else None)
 
 
 def _stored_need(model: ModelSize, training: Training, folder: Path, states: States, before: Left) -> Need:
-    state, free = state_bytes(model, training), free_disk(folder) + states.stored_bytes
+    state, free = state_bytes(model, training), free_disk(folder) + states.stored.own
     models = states.models * model.weight_bytes
     most, least = states.most * state + models, states.ends * state + models
     named = "the model" if states.models == 1 else f"{states.models} models of {readable(model.weight_bytes)}"
     size = f"{readable(most)} for {states.most} training states of {readable(state)} and {named}"
     text = f"up to {size}" if states.more_by is None else f"{size}, and more as {states.more_by} asks for more states"
     text += f", beside {readable(before.most)} of the updates before" if before.most else ""
-    text += f", of which {readable(states.stored_bytes)} are there" if states.stored_bytes else ""
+    text += f", of which {readable(states.stored.own)} are there" if states.stored.own else ""
     text += f"; free {readable(free)}" + (" (may not fit)" if most + before.most > free else "")
     kept = "a training state" if states.ends == 1 else f"{states.ends} training states"
     beside = f", beside {readable(before.certain)} that the updates before it leave" if before.certain else ""
@@ -327,7 +345,8 @@ def _stored_need(model: ModelSize, training: Training, folder: Path, states: Sta
         f"{readable(free)} free; make room (`rollout storage gc`), choose another place, or set ROLLOUT_DISK_CHECK=off"
     )
     certain = least + (before.certain if before.certain <= free else 0)  # otherwise an earlier problem says so
-    return Need("disk", text, problem if certain > free and checks_disk() else None)
+    is_refused = not states.stored.own and certain > free + states.stored.others
+    return Need("disk", text, problem if is_refused and checks_disk() else None)
 
 
 def training_of(
@@ -365,12 +384,32 @@ def training_of(
     )
 
 
-def stored_states(objects: ObjectStore, run_name: str, settings: LearnerSettings) -> int:
-    """Bytes of the states that a run has stored already: one that was killed is not to be held up for them."""
-    kind = getattr(settings, "kind", None)
-    found = SnapshotStore(objects).list(kind="train_state")
-    own = (each for each in found if run_name in each.runs and kind in (None, each.algorithm))
-    return sum(each.size_bytes for each in own)
+@dataclass(frozen=True)
+class Outcome:
+    """What stays of an update, which an update of another run may have stored."""
+
+    ends: int
+    """Training states."""
+    state: int
+    """Bytes of each."""
+    models: int
+    """Bytes of models that are stored without a state."""
+
+
+def stored_of(objects: ObjectStore, run_name: str, outcomes: Mapping[str, Outcome], model: ModelSize) -> Stored:
+    """What there may be of a run with updates of these algorithms. One that was killed is not to be held up for what it
+    has stored, nor another for what is cached."""
+    snapshots = SnapshotStore(objects)
+    found = {each.id: each for each in snapshots.list(kind="train_state")}
+    noted = objects.ref_names(LET_GO_REFS)
+    others = model.weight_bytes if found or noted or objects.ref_names(IMPORT_REFS) else 0  # what it begins with
+    gone = [snapshots.was_let_go(ContentId(name.rpartition("/")[2])) for name in noted]
+    for algorithm, outcome in outcomes.items():
+        sizes = [each.size_bytes for each in found.values() if each.algorithm == algorithm]
+        # The update is cached all the same, and takes no state.
+        sizes += [outcome.state for each in gone if each is not None and each.algorithm == algorithm]
+        others += sum(sorted(sizes, reverse=True)[: outcome.ends]) + (outcome.models if sizes else 0)
+    return Stored(sum(each.size_bytes for each in found.values() if run_name in each.runs), others)
 
 
 def steps_of_rows(settings: DatasetSettings, report: DataReport | None) -> int | None:

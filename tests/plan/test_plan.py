@@ -81,17 +81,72 @@ def test_what_earlier_updates_leave_counts_for_the_later_ones(work: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr("rollout_core.plans.learner_plan.disk_needs", measured)
         plan("nightly", work, **changes)
-    left = sizes["sft"] if keep == "all" else sizes["model"]
+    state = sizes["sft"] - sizes["model"]
+    left = state if keep == "all" else sizes["model"]  # the state has the model that the next update begins with
     together = sizes["ppo"] + left
     assert together > max(sizes["sft"], sizes["ppo"])
     monkeypatch.setattr(resources, "free_disk", lambda folder: together)
     told = plan("nightly", work, **changes)["resources"]
-    assert f" beside {resources.readable(sizes['sft'])} of the updates before" in told["ppo disk (estimate)"]
+    beside = state if keep == "all" else sizes["sft"]
+    assert f" beside {resources.readable(beside)} of the updates before" in told["ppo disk (estimate)"]
     assert ("(may not fit)" in told["ppo disk (estimate)"]) == (keep == "last")
     monkeypatch.setattr(resources, "free_disk", lambda folder: together - 1)
     refused = refusal("nightly", work, **changes)
     assert refused.startswith("ppo: the model and a training state take ")
     assert f"beside {resources.readable(left)} that the updates before it leave" in refused
+
+
+@pytest.mark.parametrize("night", ["small", "another"])
+@pytest.mark.parametrize("keep", ["all", "last"])
+def test_a_run_that_fits_is_not_refused_for_what_is_stored_already(
+    work: Path, monkeypatch: pytest.MonkeyPatch, keep: str, night: str
+):
+    """A night takes all that is free, trains SFT, and is killed. It goes on; and so does one of another name."""
+    changes: dict[str, Any] = {"run__name": "small", "run__keep_states": keep}
+    changes |= {"sft__budget__max_steps": 1, "ppo__iterations": 1}
+    training: dict[str, int] = {}
+
+    def measured(model, asked, folder, states, before):
+        training["model"] = model.weight_bytes
+        training["ppo" if training.get("sft") else "sft"] = resources.state_bytes(model, asked)
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rollout_core.plans.learner_plan.disk_needs", measured)
+        plan("nightly", work, **changes)
+    model, sft = training["model"], training["sft"]
+    # The model to begin with, what SFT leaves, and the state of PPO; on the way, with "last", that of SFT too.
+    needed = model + training["ppo"] + (sft if keep == "all" else model)
+    monkeypatch.setattr(resources, "free_disk", lambda folder: needed - 1)
+    assert refusal("nightly", work, **changes).startswith("ppo: the model and a training state take ")
+    monkeypatch.setattr(resources, "free_disk", lambda folder: needed)
+    plan("nightly", work, **changes)
+    objects = plain_connections().open_objects()
+    import_model(ModelSource(uri="model"), objects, work)
+    monkeypatch.setattr(resources, "free_disk", lambda folder: needed - model)
+    plan("nightly", work, **changes)  # it was killed before it had stored a state
+    state = work / "state"
+    state.mkdir()
+    (state / "weights").write_bytes(bytes(sft))
+    snapshots = SnapshotStore(objects)
+    saved = snapshots.save(state, run_id="one", step=1, algorithm="sft", meta={"run": night})
+    monkeypatch.setattr(resources, "free_disk", lambda folder: needed - model - sft)
+    plan("nightly", work, **changes)
+    snapshots.give_up(saved, "a later run")  # its model is stored yet
+    plan("nightly", work, **changes)
+
+
+def test_states_of_other_runs_and_models_do_not_count_for_more_than_an_update_writes(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    snapshots = SnapshotStore(plain_connections().open_objects())
+    for number in range(9):
+        state = work / f"state-{number}"
+        state.mkdir()
+        (state / "weights").write_text(f"of a small model, {number}")
+        snapshots.save(state, run_id=str(number), step=1, algorithm="sft", meta={"run": "another"})
+    monkeypatch.setattr(resources, "free_disk", lambda folder: 1000)
+    assert refusal("train-sft", work).startswith("sft: the model and a training state take ")
 
 
 def test_states_that_are_not_stored_are_no_part_of_the_estimate(work: Path):
