@@ -97,6 +97,8 @@ async def test_what_is_no_id_is_refused_by_every_call_and_changes_nothing(store,
     rollout = await store.get_rollout_by_id(rollout.rollout_id)
     before = await _everything(store, rollout)
     for name, call in CALLS_WITH_AN_ID.items():
+        if not bad and name == "update worker of":
+            continue  # it takes the attempt from its worker
         with pytest.raises(ConfigError):
             raise AssertionError(f"{name} took {bad!r}: {await call(store, rollout, bad)}")
     assert await _everything(store, rollout) == before
