@@ -62,12 +62,15 @@ def reward(value: float) -> dict[str, Any]:
     return {f"{AGL_REWARD}.0.name": "primary", f"{AGL_REWARD}.0.value": value}
 
 
-async def run_rollout(store: Any, *spans: dict[str, Any], status: Any = "succeeded", task: Any = "task") -> str:
-    """An attempt that wrote spans of these attributes, in order, and ended so."""
+async def run_rollout(
+    store: Any, *spans: dict[str, Any], status: Any = "succeeded", task: Any = "task", first: str = ""
+) -> str:
+    """An attempt that wrote spans of these attributes, in order, and ended so. ``first`` is the first one's name."""
     rollout = await store.start_rollout(input=task)
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
     for number, attributes in enumerate(spans, start=1):
         name = AGL_ANNOTATION if f"{AGL_REWARD}.0.value" in attributes else "openai.chat.completion"
+        name = first if first and number == 1 else name
         await store.add_span(Span.from_attributes(**ids, sequence_id=number, name=name, attributes=attributes))
     if status:
         await store.update_attempt(**ids, status=status)
@@ -97,7 +100,9 @@ async def test_a_call_recorded_twice_counts_once_and_json_texts_are_read(
 ):
     call = llm_call([1], [2], **{"gen_ai.response.id": "r1"})
     texts = {**call, "prompt_token_ids": "[1]", "response_token_ids": "[[2]]", "logprobs.content": "[-0.5]"}
-    rollout = await run_rollout(store, texts, call, reward(1.0))
+    rollout = await run_rollout(
+        store, texts, call, reward(1.0), first="raw_gen_ai_request"
+    )  # a proxy's, and a tracer's
     adapted = await adapt_rollouts(store, objects, [rollout])
     assert adapted.samples == [TokenSample(rollout, [1], [2], [-0.5], "stop", 1.0, "task")]
 

@@ -39,7 +39,8 @@ REFUSED = [
     lambda store, _, bad: store.dequeue_rollout(bad),
     lambda store, rollout_id, bad: store.start_attempt(rollout_id, bad),
     lambda store, rollout_id, bad: store.start_many_attempts([rollout_id, bad], worker_id="w4"),
-    lambda store, rollout_id, bad: store.update_attempt(rollout_id, "latest", status="succeeded", worker_id=bad),
+    # An empty id of a worker takes the attempt from its worker.
+    lambda store, rollout_id, bad: store.update_attempt(rollout_id, bad, status="succeeded", worker_id="w4"),
     lambda store, _, bad: store.update_worker(bad),
     lambda store, _, bad: store.enqueue_rollout(1, rollout_id=bad),
 ]
