@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.cli.results import sparklines
-from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.retention import Retention
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
@@ -211,6 +211,23 @@ def test_what_a_person_decided_is_said_by_the_runs_that_asked(objects: ObjectSto
     assert note_decision(objects, model, "again", promoted=True) == 0
     assert note_decision(objects, other, "better; rejected by Ada", promoted=False) == 1
     assert records.find(IDS[1]).reason == "better; rejected by Ada"
+
+
+def test_storage_that_fails_when_a_decision_is_noted_fails_no_decision(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model has been promoted by then."""
+    model = content_id("model", 1)
+    asked = call("promote", kind="Promotion", model=model, waits=True)
+    records = RunRecords(objects)
+    records.write(head(state="completed", promoted=False, reason="it waits"), RunDetail(config={}, calls=(asked,)))
+
+    def full(*_: Any) -> None:
+        raise Recoverable("no room")
+
+    monkeypatch.setattr(RunRecords, "write", full)
+    assert note_decision(objects, model, "approved by Ada", promoted=True) == 0
+    assert f"the runs that asked about model {model.short} may still say that they wait: no room" in caplog.text
 
 
 def metrics(objects: ObjectStore, label: str, *rows: dict[str, float]) -> MetricsOf:
