@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class Check:
     """Of the parameters of a run that the server let wait."""
 
     task: asyncio.Task[bool]
-    seen: float = field(default_factory=lambda: monotonic())
+    seen: float
     """When its run was last to be proposed."""
 
     @property
@@ -125,7 +125,7 @@ class DrainingWorker(ProcessWorker):
             self._checks.pop(flow_run.id, None)
         elif check is None:
             self._forget_checks()
-            self._checks[flow_run.id] = Check(asyncio.create_task(self._refuses(flow_run.id)))
+            self._checks[flow_run.id] = Check(asyncio.create_task(self._refuses(flow_run.id)), monotonic())
         return is_its_turn
 
     async def _is_scheduled(self, run_id: UUID) -> bool:

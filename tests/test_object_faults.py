@@ -9,9 +9,10 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -110,26 +111,41 @@ def error_in_unprivileged_child(function: Callable[[], object]) -> Exception | N
     return error
 
 
+class Service(BaseHTTPRequestHandler):
+    """Answers every request by ``answer``."""
+
+    protocol_version = "HTTP/1.1"  # clients wait for "100 Continue" before they send a body
+
+    def answer(self) -> None:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer()
+
+    do_HEAD = do_PUT = do_GET
+
+    def say(self, status: int, body: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
 @pytest.fixture(scope="module")
 def broken_s3() -> Iterator[tuple[dict, list]]:
     """Options for a server that answers every request with the status and code in the list."""
     status: list = [503, "SlowDown"]
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # clients wait for "100 Continue" before they send a body
-
+    class Handler(Service):
         def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = f"<Error><Code>{status[1]}</Code><Message>{status[1]}, said the server</Message></Error>"
-            self.send_response(status[0])
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body.encode())
-
-        do_GET = do_HEAD = do_PUT = answer
-
-        def log_message(self, *_: object) -> None: ...
+            self.say(
+                status[0], f"<Error><Code>{status[1]}</Code><Message>{status[1]}, said the server</Message></Error>"
+            )
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -192,25 +208,14 @@ def s3_of_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
         text = f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t\n"
         file.write_text(text)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Service):
         def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             is_refused = any(f"Credential={key}/" in self.headers["Authorization"] for key in expired)
             listing = "<ListBucketResult><Contents><Key>refs/a</Key><Size>1</Size></Contents></ListBucketResult>"
-            body = "<Error><Code>ExpiredToken</Code></Error>" if is_refused else listing
-            self.send_response(400 if is_refused else 200)
-            self.send_header("ETag", '"e"')
-            self.send_header("Last-Modified", "Wed, 12 Oct 2022 17:50:00 GMT")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body.encode())
-
-        do_GET = do_HEAD = do_PUT = answer
-
-        def log_message(self, *_: object) -> None: ...
+            if is_refused:
+                self.say(400, "<Error><Code>ExpiredToken</Code></Error>")
+            else:
+                self.say(200, listing, {"ETag": '"e"', "Last-Modified": "Wed, 12 Oct 2022 17:50:00 GMT"})
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import inspect
 import io
+import json
 import pickle
 import sys
 import sysconfig
@@ -34,6 +35,7 @@ _PREPARED = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "
 """Of what `multiprocessing` tells a process that it spawns: where modules are found, and the script."""
 _REFERENCES = ("_trainer", "_runner")
 """Attributes of agents that refer, weakly, to what stays in the program."""
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _DEEPEST = 8
 """Attributes of attributes that an error names."""
 WAY_OUT = "or have the runners in threads: Trainer(strategy='shm')"
@@ -50,26 +52,29 @@ def packed(work: Any) -> bytes:
     """``work`` for `unpacked` in another process. Raises CannotBeImported, which names what stands in the way."""
     try:
         body = _pickled(work)
+    except CannotBeImported:
+        raise
     except Exception as error:  # objects refuse to be pickled by any kind of error
-        if isinstance(error, CannotBeImported):
-            raise
         raise CannotBeImported(_culprit(work)) from error
     prepared = spawn.get_preparation_data("rollout-runner")
     needs_script = _MAIN.encode() in body
     if needs_script:
         _check_script()
     kept = {key: prepared[key] for key in _PREPARED if key in prepared and (needs_script or "init" not in key)}
-    return pickle.dumps((kept, body, _digests()))
+    head = {"prepared": kept, "digests": {file: _digest(file) for file in _own_files()}}
+    return json.dumps(head).encode() + b"\n" + body
 
 
 def unpacked(data: bytes) -> Any:
     """Inverse of `packed`, once in a process: imports modules, and the script where something is defined there. Raises
     CannotBeImported."""
-    prepared, body, digests = pickle.loads(data)  # noqa: S301 - of this program, over its own pipe
+    head, _, body = data.partition(b"\n")
+    prepared, digests = json.loads(head).values()
     try:
         with _importing():
             spawn.prepare(prepared)
-            work = pickle.loads(body)  # noqa: S301 - the same
+            # Of the program that has started this process, over a pipe that nobody else holds; never of what is stored.
+            work = pickle.loads(body)  # noqa: S301
         if changed := [file for file in _own_files() if file in digests and digests[file] != _digest(file)]:
             raise CannotBeImported(
                 f"{', '.join(sorted(changed))} changed since the run began, and a runner that is started now would run "
@@ -104,10 +109,6 @@ def _own_files() -> set[str]:
         for file in found
         if isinstance(file, str) and file.endswith(".py") and not file.startswith((*installed, package))
     }
-
-
-def _digests() -> dict[str, str]:
-    return {file: _digest(file) for file in _own_files()}
 
 
 def _digest(file: str) -> str:
@@ -157,9 +158,9 @@ class _Pickler(pickle.Pickler):
 def _pickled(work: Any) -> bytes:
     try:
         return _dumped(work, by_name=False)
-    except Exception as error:  # see `packed`
-        if isinstance(error, CannotBeImported):
-            raise
+    except CannotBeImported:
+        raise
+    except Exception:  # noqa: BLE001 - see `packed`
         return _dumped(work, by_name=True)
 
 
@@ -211,6 +212,7 @@ def _check_name(name: str) -> None:
         )
 
 
+@functools.cache
 def _source_of_script() -> ast.Module | None:
     """None where no other process can read it: an interactive session."""
     try:
@@ -219,24 +221,27 @@ def _source_of_script() -> ast.Module | None:
         return None
 
 
-def _names_of_script() -> set[str] | None:
+@functools.cache
+def _names_of_script() -> frozenset[str] | None:
     """What the script binds at its top level outside of the part that is run only; None: that cannot be told."""
     source = _source_of_script()
-    found: set[str] = set()
-    for node in [] if source is None else source.body:
-        if isinstance(node, ast.If) and _is_guard(node.test):
-            continue
-        is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        for inner in [node] if is_scope else ast.walk(node):
-            if isinstance(inner, ast.alias):
-                if inner.name == "*":
-                    return None
-                found.add(inner.asname or inner.name.partition(".")[0])
-            elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                found.add(inner.id)
-            elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(inner.name)
-    return None if source is None else found
+    if source is None:
+        return None
+    kept = [node for node in source.body if not (isinstance(node, ast.If) and _is_guard(node.test))]
+    names = frozenset(name for node in kept for name in _bound(node))
+    return None if "*" in names else names
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """Names that a statement binds where it stands; ``*`` for those of a module that nobody lists."""
+    inside = [node] if isinstance(node, _SCOPES) else ast.walk(node)
+    for inner in inside:
+        if isinstance(inner, _SCOPES):
+            yield inner.name
+        elif isinstance(inner, ast.alias):
+            yield inner.asname or inner.name.partition(".")[0]
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            yield inner.id
 
 
 def _check_script() -> None:
@@ -267,11 +272,11 @@ def _culprit(work: Any) -> str:
     while True:
         error = _refusal(work)
         parts = [("", part) for part in work.args] if isinstance(work, functools.partial) else _attributes(work)
-        found = next(((name, part) for name, part in parts if _refusal(part) is not None), None)
-        if found is None or len(path) > _DEEPEST:
+        name, part = next(((name, part) for name, part in parts if _refusal(part) is not None), ("", None))
+        if part is None or len(path) > _DEEPEST:
             break
-        path.extend(filter(None, found[:1]))
-        work = found[1]
+        path += [name] if name else []
+        work = part
     what = f"{'.'.join(path)} ({type(work).__name__})" if path else f"a {type(work).__name__}"
     return (
         f"{what} cannot be handed to a runner's process: {error}. Define functions and classes at a module's top "

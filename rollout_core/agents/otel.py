@@ -36,11 +36,13 @@ INSTRUMENTORS = {
 _TOUCHED: Mapping[str, Sequence[str]] = {
     "openai": [
         "opentelemetry.instrumentation.openai.v1",
-        *(f"openai.resources.{name}" for name in ("beta.assistants", "beta.realtime", "beta.threads.messages")),
-        *(
-            f"openai.resources.{name}"
-            for name in ("chat.completions.completions", "embeddings", "images", "responses.responses")
-        ),
+        "openai.resources.beta.assistants",
+        "openai.resources.beta.realtime",
+        "openai.resources.beta.threads.messages",
+        "openai.resources.chat.completions.completions",
+        "openai.resources.embeddings",
+        "openai.resources.images",
+        "openai.resources.responses.responses",
     ],
     "threading": [],
 }
@@ -214,10 +216,10 @@ class OtelTracer(Tracer):
 
     def imports(self) -> Sequence[str]:
         asked = INSTRUMENTORS if self._asked is None else [name for name in self._asked if name in INSTRUMENTORS]
-        return [
-            __name__,
-            *(module for name in asked for module in (INSTRUMENTORS[name].partition(":")[0], *_TOUCHED[name])),
-        ]
+        modules = [__name__]
+        for name in asked:
+            modules += [INSTRUMENTORS[name].partition(":")[0], *_TOUCHED[name]]
+        return modules
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         tracer_provider()

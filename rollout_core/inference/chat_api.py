@@ -555,17 +555,23 @@ def _hermes_call(text: str, place: int) -> tuple[tuple[str, str] | None, int]:
     none = None, _behind(text, _TOOL_CALL_END, place)
     try:
         # Not up to the next marker, which may stand in an argument.
-        _, end = _DECODER.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
+        _, end = _DECODER.raw_decode(text, _behind_blanks(text, place))
         found = read_json(text[place:end].encode())
     except (ValueError, RecursionError):
         return none
-    rest = text[end:].lstrip()
-    if (rest and not rest.startswith(_TOOL_CALL_END)) or not isinstance(found, dict):
+    end = _behind_blanks(text, end)
+    if (end < len(text) and not text.startswith(_TOOL_CALL_END, end)) or not isinstance(found, dict):
         return none
     call = _name_and_arguments(found)
     return (call, _behind(text, _TOOL_CALL_END, end)) if call is not None else none
 
 
+def _behind_blanks(text: str, place: int) -> int:
+    found = _BLANKS.match(text, place)
+    return place if found is None else found.end()
+
+
+_BLANKS = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
 
 
