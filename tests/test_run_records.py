@@ -189,7 +189,8 @@ def test_a_run_that_ended_badly_says_what_to_do_next(objects: ObjectStore) -> No
     records.write(head(state="failed", error="ConfigError: no"), RunDetail(config={}))
     shown = CliRunner().invoke(app, ["show", IDS[0], "--storage", f"{objects.url}"]).output
     assert "failed: ConfigError: no" in shown
-    assert f"mend what the error names, then start the run again (`prefect flow-run retry {IDS[0]}`" in shown
+    assert "mend what the error names, then start the run again (by the same command; one of a deployment by " in shown
+    assert f"`prefect flow-run retry {IDS[0]}`" in shown
     assert next_step(head(), "lost").startswith("start the run again")
     assert next_step(head(), "completed") == next_step(head(), "running") == ""
 

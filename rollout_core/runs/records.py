@@ -430,7 +430,8 @@ def work_in_words(head: RunHead, state: str) -> str:
 
 def next_step(head: RunHead, state: str) -> str:
     """What a person does about a run that ended so; empty where there is nothing to be done."""
-    again = f"start the run again (`prefect flow-run retry {head.id}`, or the same command); done stages are cached"
+    again = "start the run again (by the same command; one of a deployment by "
+    again += f"`prefect flow-run retry {head.id}`); done stages are cached"
     if state == "failed":
         return f"mend what the error names, then {again}"
     return again if state in ("stopped", LOST) else ""

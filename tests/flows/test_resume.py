@@ -173,7 +173,7 @@ def look_at_runs(browser: Any, address: str, heads: Sequence[RunHead]) -> None:
     states = page.locator("tbody .state").all_inner_texts()
     assert states == ["completed", "completed", "lost", "lost", "lost"]
     page.goto(f"{address}/runs/{heads[-1].id}")
-    assert page.get_by_text("or the same command); done stages are cached").count() == 1
+    assert page.get_by_text("start the run again (by the same command").count() == 1
     page.goto(f"{address}/compare?run={heads[1].id}&run={heads[2].id}")
     page.wait_for_selector(".chart canvas")
     page.goto(f"{address}/runs/{heads[1].id}/samples/0?label=iteration+1&by=advantage")
