@@ -244,19 +244,22 @@ def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """Database of a Prefect server that has never run. Making its tables is half of a server's start."""
+    from flows.server_tables import kept_tables
     from rollout_core.base.locks import exclusive
 
     root = tmp_path_factory.getbasetemp()
     root = root if worker_id == "master" else root.parent  # which the workers share
-    made, home = root / "prefect.db", root / "prefect-tables"
+    made = root / "rollout" / kept_tables().name
     with exclusive(root / "prefect-database.lock"):
         if not made.exists():
+            home = root / "prefect-tables"
+            home.mkdir(exist_ok=True)
             done = forked.run(
-                [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"],
-                env={**os.environ, "PREFECT_HOME": str(home)}, cwd=root, timeout=300,
+                [sys.executable, "-c", "from flows.server_tables import make_tables; make_tables()"],
+                env={**os.environ, "PREFECT_HOME": str(home), "XDG_CACHE_HOME": str(root), "PYTHONPATH": str(PROJECT)},
+                cwd=root, timeout=300,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout + done.stderr
-            (home / "prefect.db").rename(made)
     return made
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.connections import SERVER_SETTINGS
+from flows.server_tables import DATABASE
 from tests import forked
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -24,7 +25,7 @@ START_SECONDS = 240.0
 def prefect_process(home: Path, database: Path, log: Path, settings: Mapping[str, str] | None = None) -> Iterator[str]:
     """Address of the API of a server with its home in ``home``, which is made, for the length of the block."""
     home.mkdir(exist_ok=True)
-    shutil.copy(database, home)
+    shutil.copy(database, home / DATABASE)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

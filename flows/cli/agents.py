@@ -18,6 +18,7 @@ from flows.cli.common import (
     DryRun,
     Overrides,
     load_run,
+    look_ahead,
     one_line_errors,
     parse_overrides,
     print_plan,
@@ -34,6 +35,8 @@ agent_app = typer.Typer(no_args_is_help=True, help="Train agents.")
 def train(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """Train the model behind an agent by GRPO or PPO on what the agent does."""
     with one_line_errors(debug):
+        if dry_run:
+            look_ahead()
         from flows.connections import connections
         from rollout_core.config import TrainAgentConfig
         from rollout_core.plans.agent_plan import plan_agent
@@ -65,6 +68,8 @@ def _print_trained(result: Mapping[str, Any]) -> None:
 def tune(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """Search for a prompt template with which an agent earns more."""
     with one_line_errors(debug):
+        if dry_run:
+            look_ahead()
         from flows.connections import connections
         from rollout_core.config import TunePromptConfig
         from rollout_core.plans.agent_plan import plan_prompt
@@ -95,6 +100,8 @@ def _print_tuned(result: Mapping[str, Any]) -> None:
 def online(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """Serve a policy to live agents and train it on what they do, until Ctrl-C, SIGTERM or the run's own end."""
     with one_line_errors(debug):
+        if dry_run:
+            look_ahead()
         from flows.connections import connections
         from rollout_core.config import LearnOnlineConfig
         from rollout_core.plans.agent_plan import plan_online

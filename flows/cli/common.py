@@ -49,6 +49,14 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
 
 
+def look_ahead() -> None:
+    """For a dry run, before its configuration is read: the process that inspects models begins to import torch and
+    transformers, which takes longer than all the rest."""
+    from rollout_core.models.bounded.inspecting import prepare
+
+    prepare()
+
+
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     from rollout_core.base.errors import ConfigError
 

@@ -18,6 +18,7 @@ from flows.cli.common import (
     Processes,
     load_run,
     load_tables,
+    look_ahead,
     one_line_errors,
     parse_overrides,
     print_plan,
@@ -115,6 +116,8 @@ class Given:
 
 
 def _train(kind: str, config: Path | None, given: Given, overrides: dict[str, Any], dry_run: bool, debug: bool) -> None:
+    if dry_run:
+        look_ahead()
     from flows.connections import connections
     from rollout_core.config import CONFIG_KINDS
     from rollout_core.plans.learner_plan import plan_training
@@ -160,6 +163,8 @@ def infer_batch(
 ) -> None:
     """Complete every prompt of the input, exactly once."""
     with one_line_errors(debug):
+        if dry_run:
+            look_ahead()
         from flows.connections import connections
         from rollout_core.config import InferBatchConfig
         from rollout_core.plans.batch_plan import plan_batch
@@ -203,6 +208,8 @@ def nightly(
 ) -> None:
     """Fine-tune, PPO, evaluate, promote, report."""
     with one_line_errors(debug):
+        if dry_run:
+            look_ahead()
         from flows.connections import connections
         from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
         from rollout_core.plans.learner_plan import plan_nightly

@@ -1,0 +1,97 @@
+"""The tables of a Prefect server that has never run: made once for a user of this machine, copied afterwards.
+
+Prefect makes them by a hundred migrations, which take as long as everything else of a server's start, and every folder
+has a server of its own. What is kept is a file of a megabyte in the user's folder for caches, named by the versions
+that made it. Whoever cannot read or write there starts as Prefect does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import stat
+import sys
+import tempfile
+from contextlib import closing
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+DATABASE = "prefect.db"
+"""Prefect's own name of it, in its home."""
+
+
+def make_tables() -> None:
+    """Give the server that this process is about to be its tables, where its home has no database yet.
+
+    A database that a setting puts elsewhere is left to Prefect.
+    """
+    settings = import_module("prefect.settings")
+    database = Path(settings.PREFECT_HOME.value()) / DATABASE
+    if settings.PREFECT_API_DATABASE_CONNECTION_URL.value() != f"sqlite+aiosqlite:///{database}" or database.exists():
+        return
+    kept = kept_tables()
+    if kept is not None and _is_whole(kept):
+        _copy(kept, database)
+        return
+    interface = import_module("prefect.server.database").provide_database_interface()
+    asyncio.run(interface.create_db())
+    if kept is not None:
+        try:
+            _keep(database, kept)
+        except (OSError, sqlite3.Error) as error:
+            sys.stderr.write(f"the tables of a new Prefect server cannot be kept in {kept}: {error}\n")
+
+
+def kept_tables() -> Path | None:
+    """The file that new servers of these versions begin with; None where the user has no folder for caches."""
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return folder / "rollout" / f"prefect-{version('prefect')}-sqlite-{sqlite3.sqlite_version}.db"
+
+
+def _is_whole(database: Path) -> bool:
+    """Whether the file is there, nobody else could have written it, and SQLite finds nothing wrong with it."""
+    try:
+        found = database.lstat()
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or found.st_uid != os.getuid()
+            or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        ):
+            return False
+        with closing(sqlite3.connect(f"file:{database}?mode=ro&immutable=1", uri=True)) as opened:
+            return opened.execute("PRAGMA quick_check").fetchall() == [("ok",)]
+    except (OSError, sqlite3.Error):
+        return False
+
+
+def _keep(database: Path, kept: Path) -> None:
+    """A copy of what a database holds now, also where its server has not moved it out of its log yet."""
+    kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        copy = Path(folder) / kept.name
+        with closing(sqlite3.connect(database)) as made, closing(sqlite3.connect(copy)) as written:
+            made.backup(written)
+            written.execute("PRAGMA journal_mode = DELETE")  # the whole of it in one file
+        copy.chmod(0o600)
+        _put(copy, kept)
+
+
+def _copy(kept: Path, database: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=database.parent) as folder:
+        copy = Path(folder) / database.name
+        shutil.copyfile(kept, copy)
+        _put(copy, database)
+
+
+def _put(made: Path, place: Path) -> None:
+    """Under its name at once, and whole also after a power cut."""
+    with made.open("rb+") as written:
+        os.fsync(written.fileno())
+    made.replace(place)
