@@ -26,6 +26,7 @@ from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.leases import lease
 from rollout_core.objects.store import blob_key
 from rollout_core.runs.decisions import note_decision
+from rollout_core.runs.estimates import stage_times
 from rollout_core.runs.figures import MOST_POINTS, curves_of
 from rollout_core.runs.records import (
     ABSENT,
@@ -154,10 +155,12 @@ def test_a_run_without_a_lease_is_lost(objects: ObjectStore) -> None:
 def test_short_ids_are_as_long_as_tells_runs_apart(objects: ObjectStore) -> None:
     ids = ("01a21e4a-7c1f-7aa1-0000", "01a21e4a-7c1f-7ab1-0000", "01a21e4a-7c1f-7ab2-0000", "bbbb3333-0000")
     for day, run in enumerate(ids):
-        RunRecords(objects).write(head(run, day), RunDetail(config={}))
+        RunRecords(objects).write(head(run, day), RunDetail(config={}, calls=(call("sft_update"),) if day == 2 else ()))
     records = RunRecords(objects)
     shown = ["01a21e4a-7c1f-7aa", "01a21e4a-7c1f-7ab1", "01a21e4a-7c1f-7ab2", "bbbb3333"]
     assert [records.short(run) for run in ids] == shown
+    taken_from = stage_times(RunRecords(objects), head().flow, head().name, None, {})["sft_update"]
+    assert (taken_from.run.id, taken_from.short_id) == (ids[2], shown[2]), "an estimate names its run so, too"
     assert [records.find(run).id for run in shown] == list(ids)
     listed = CliRunner().invoke(app, ["runs", "--storage", f"{objects.url}"]).output
     assert all(f"{run} " in listed for run in shown)

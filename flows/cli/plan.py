@@ -122,7 +122,7 @@ def _sources(found: RunPlan) -> str:
             f" and {len(time.differing) - _MOST_KEYS} more keys" if len(time.differing) > _MOST_KEYS else ""
         )
         differs = f", which differed in {keys}" if keys else ""
-        texts.append(f"run {time.run.id[:8]} {time.run.name} of {time.run.began.astimezone(UTC):%m-%d %H:%M}{differs}")
+        texts.append(f"run {time.short_id} {time.run.name} of {time.run.began.astimezone(UTC):%m-%d %H:%M}{differs}")
     return "; ".join(texts)
 
 

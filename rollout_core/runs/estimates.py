@@ -24,6 +24,8 @@ class StageTime:
     num_calls: int
     run: RunHead
     """The newest run in which it was computed."""
+    short_id: str
+    """As many digits of its id as tell it from all other runs'."""
     differing: tuple[str, ...]
     """Dotted keys in which the configuration of that run differs from the planned one."""
 
@@ -50,5 +52,5 @@ def stage_times(
                 seconds[call.stage].append(call.seconds)
         keys = tuple(row.key for row in differences([detail.config, config]))
         for stage, values in seconds.items():
-            found.setdefault(stage, StageTime(fmean(values), len(values), head, keys))
+            found.setdefault(stage, StageTime(fmean(values), len(values), head, records.short(head.id), keys))
     return found
