@@ -92,11 +92,11 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 """By a name for people: model type of Transformers, architecture of GGUF, and configuration."""
 
 
-def make_model(family: str) -> Any:
+def make_model(family: str, **sizes: int) -> Any:
     """A random model. Norms have numbers of few digits, of which 1 + weight loses none."""
     kind, _, settings = FAMILIES[family]
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    config = AutoConfig.for_model(kind, **{"num_hidden_layers": 2, **SIZES, **HEADS, **special, **settings})
+    config = AutoConfig.for_model(kind, **{"num_hidden_layers": 2, **SIZES, **HEADS, **special, **settings, **sizes})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -116,10 +116,12 @@ def write_model(
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
     tokenizer: SentencePieceProcessor | None = None,
     matrices: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    blocks: Mapping[str, tuple[np.ndarray[Any, Any], gguf.GGMLQuantizationType]] | None = None,
     **options: Any,
 ) -> None:
     """Write ``model``, without some tensors or with others; ``settings`` are added, those of None left out.
-    ``matrices``: what they are quantized to. ``options`` are the writer's."""
+    ``matrices``: what they are quantized to; ``blocks``: of tensors that are written as they are, bytes and kind.
+    ``options`` are the writer's."""
     _, architecture, _ = FAMILIES[family]
     writer = GGUFWriter(file, architecture, **options)
     values = _settings(architecture, model.config) | _tokenizer(tokenizer, model.config.vocab_size)
@@ -128,7 +130,10 @@ def write_model(
     for name, array in (_tensors(architecture, model) | dict(tensors or {})).items():
         if name in without:
             continue
-        if array.ndim == 1:
+        if blocks is not None and name in blocks:
+            raw, kind = blocks[name]
+            writer.add_tensor(name, raw, raw_dtype=kind)
+        elif array.ndim == 1:
             writer.add_tensor(name, array)
         else:
             writer.add_tensor(name, gguf.quantize(array, matrices), raw_dtype=matrices)
@@ -262,3 +267,18 @@ def _llama3(rope: Mapping[str, Any], width: int) -> np.ndarray[Any, Any]:
         inside = 1 / ((1 - smooth) / rope["factor"] + smooth)
         factors.append(1.0 if length < known / high else rope["factor"] if length > known / low else inside)
     return np.array(factors, np.float32)
+
+
+# Where a block has its scale, the high byte of a float16: as little there as keeps numbers finite. IQ1_M has it in four
+# nibbles, the highest of which is here.
+_SCALES = {"Q2_K": (81, 83), "Q3_K": (109,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,), "IQ1_M": (55,)}
+
+
+def random_blocks(shape: tuple[int, int], kind: gguf.GGMLQuantizationType, seed: int) -> np.ndarray[Any, Any]:
+    """Bytes of a matrix as llama.cpp's quantizer could have written them; the `gguf` package writes few kinds."""
+    of_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, columns = shape
+    raw = np.random.default_rng(seed).integers(0, 256, (rows * columns // of_block, num_bytes), dtype=np.uint8)
+    for place in _SCALES.get(kind.name, (1,)):
+        raw[:, place] = 0x20 | (raw[:, place] & 0x07)
+    return raw.reshape(rows, -1)

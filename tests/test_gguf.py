@@ -36,7 +36,7 @@ from rollout_core.objects.lineage import lineage_of
 from rollout_core.plans.plan import check_model
 from rollout_core.promotion.gguf_file import write_gguf
 from tests import test_models
-from tests.gguf_files import FAMILIES, make_model, sentence_piece, write_model
+from tests.gguf_files import FAMILIES, make_model, random_blocks, sentence_piece, write_model
 from tests.test_cli import refused, rollout
 from tests.test_models import COMMIT
 
@@ -105,6 +105,75 @@ def test_quantized_weights_become_the_numbers_that_gguf_makes_of_them(kind: str,
     name = "model.layers.1.self_attn.o_proj.weight"
     array = gguf.dequantize(gguf.quantize(model.state_dict()[name].numpy(), matrices), matrices)
     assert torch.equal(found[name], torch.from_numpy(array.copy()).to(torch.bfloat16))
+
+
+def sub_scales(packed: bytes, part: int) -> tuple[int, int]:
+    """Scale and minimum, six bits each, of one of eight parts of a Q4_K or Q5_K block."""
+    if part < 4:
+        return packed[part] & 63, packed[part + 4] & 63
+    scale = packed[part + 4] & 15 | (packed[part - 4] >> 6) << 4
+    return scale, packed[part + 4] >> 4 | (packed[part] >> 6) << 4
+
+
+def by_hand(block: bytes, kind: str) -> list[float]:
+    """The 256 numbers of a block, one by one as ggml's format has them."""
+    if kind == "Q6_K":
+        low, high, scales, factor = block[:128], block[128:192], np.frombuffer(block[192:208], np.int8), block[208:]
+        numbers = [0.0] * 256
+        for half in range(2):
+            for quarter in range(4):
+                for column in range(32):
+                    byte = low[64 * half + 32 * (quarter % 2) + column]
+                    bits = high[32 * half + column] >> 2 * quarter & 3
+                    value = (byte >> 4 if quarter > 1 else byte & 15) | bits << 4
+                    scale = int(scales[8 * half + 2 * quarter + column // 16])
+                    numbers[128 * half + 32 * quarter + column] = half_float(factor) * scale * (value - 32)
+        return numbers
+    factor, least, packed = half_float(block[:2]), half_float(block[2:4]), block[4:16]
+    high, low = (block[16:48], block[48:]) if kind == "Q5_K" else (bytes(32), block[16:])
+    numbers = []
+    for part in range(8):
+        scale, minimum = sub_scales(packed, part)
+        for column in range(32):
+            byte = low[32 * (part // 2) + column]
+            value = (byte >> 4 if part % 2 else byte & 15) | (high[column] >> part & 1) << 4
+            numbers.append(factor * scale * value - least * minimum)
+    return numbers
+
+
+def half_float(pair: bytes) -> float:
+    return float(np.frombuffer(pair, np.float16)[0])
+
+
+BLOCKS = (
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("IQ4_NL", "IQ4_XS"),
+)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_as_llama_cpp_writes_them_become_their_numbers_in_the_order_of_rows(kind: str, tmp_path: Path):
+    """Most files are of these kinds, such as Q4_K_M, which is Q4_K with some matrices in Q6_K. Rows of queries are in
+    another order in such a file."""
+    model = make_model("llama", hidden_size=256, intermediate_size=256, head_dim=64)
+    matrices = gguf.GGMLQuantizationType[kind]
+    queries = random_blocks((256, 256), matrices, seed=1)
+    outputs = random_blocks((256, 256), gguf.GGMLQuantizationType.Q6_K, seed=2)
+    blocks = {
+        "blk.1.attn_q.weight": (queries, matrices),
+        "blk.1.attn_output.weight": (outputs, gguf.GGMLQuantizationType.Q6_K),
+    }
+    write_model(tmp_path / "tiny.gguf", "llama", model, blocks=blocks)
+    found = load_file(converted(tmp_path / "tiny.gguf", tmp_path / "model") / "model.safetensors")
+    if kind in ("Q4_K", "Q5_K", "Q6_K"):
+        expected = np.array([by_hand(row.tobytes(), kind) for row in queries], dtype=np.float32)
+    else:
+        expected = gguf.dequantize(queries, matrices)
+    in_order = expected.reshape(4, 32, 2, 256).swapaxes(1, 2).reshape(256, 256)
+    np.testing.assert_allclose(found["model.layers.1.self_attn.q_proj.weight"].numpy(), in_order, rtol=1e-6, atol=1e-7)
+    expected = np.array([by_hand(row.tobytes(), "Q6_K") for row in outputs], dtype=np.float32)
+    np.testing.assert_allclose(found["model.layers.1.self_attn.o_proj.weight"].numpy(), expected, rtol=1e-6, atol=1e-7)
+    assert np.isfinite(in_order).all() and 0.001 < np.abs(in_order).mean() < 1000
 
 
 def test_large_models_are_many_files_and_small_pieces_make_the_same_bytes(
