@@ -79,16 +79,23 @@ class AgentCode:
 CHECK_LIMITS = Limits(seconds=120.0)
 
 
-def check_agent(code: AgentCode, on_line: Callable[[str], None]) -> None:
-    """Raises ConfigError where the agent cannot be loaded, as a process of its own finds out; ``on_line`` gets what it
-    prints."""
+def check_agent(code: AgentCode, on_line: Callable[[str], None]) -> str | None:
+    """Load the agent in a process of its own; ``on_line`` gets what it prints. Returns why it cannot be loaded where
+    something that it imports is not installed, which other machines may have. Raises ConfigError where it can be loaded
+    nowhere."""
     with Child("rollout_core.agents.code:handle_check", CHECK_LIMITS, on_line=on_line) as child:
         try:
-            child.call(code.document())
+            return child.call(code.document())
         except Ended as error:
             raise ConfigError(f"agent {code.function} cannot be loaded: it {error}") from error
 
 
-def handle_check(document: dict[str, Any], step: Callable[[int], None]) -> None:
-    """In the child: load the agent of a document."""
-    AgentCode.from_document(document).load(alone=True)
+def handle_check(document: dict[str, Any], step: Callable[[int], None]) -> str | None:
+    """In the child: load the agent of a document. Returns what `check_agent` does."""
+    try:
+        AgentCode.from_document(document).load(alone=True)
+    except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            return str(error)
+        raise
+    return None

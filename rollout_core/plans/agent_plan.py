@@ -41,11 +41,16 @@ log = logging.getLogger(__name__)
 class AgentPlan(LearnerPlan):
     """A plan of a run that has agents work."""
 
-    def agent(self, what: str, config: AgentConfig) -> None:
-        """The agent's code can be read, and loaded by a runner."""
+    def agent(self, what: str, config: AgentConfig, runners: RunnersConfig) -> None:
+        """The agent's code can be read, and loaded by a runner. What it imports need not be installed on this machine
+        where all runners are on others."""
         code = self.check(f"{what}.function", lambda: AgentCode.read(config.function, self.base))
         if code is not None:
-            self.check(f"{what}.function", lambda: check_agent(code, log.info))
+            missing = self.check(f"{what}.function", lambda: check_agent(code, log.info))
+            if missing is not None and runners.where in ("dask", "elsewhere"):
+                self.unchecked.append(f"{what}.function ({missing}; the runners load it where they are)")
+            elif missing is not None:
+                self.violations.append(f"{what}.function: {missing}")
             self.facts["agent"] = f"{config.function} ({code.id.short})"
         if self.has_chat_template is False:
             self.violations.append(
@@ -128,7 +133,7 @@ def plan_agent(config: TrainAgentConfig, base: Path, connections: Connections | 
     plan.no_resume(config.run, "a run of an agent resumes by itself when it is started again; leave it out")
     plan.model("algorithm.base_model", settings.base_model)
     plan.backend("backend", config.backend)
-    plan.agent("agent", config.agent)
+    plan.agent("agent", config.agent, config.runners)
     plan.runners("runners", config.runners)
     plan.facts["training tasks"] = plan.tasks("algorithm.prompts", settings.prompts)
     plan.sampling("algorithm.sampling", settings.sampling, config.backend)
@@ -148,7 +153,7 @@ def plan_prompt(config: TunePromptConfig, base: Path, connections: Connections |
     plan.no_resume(config.run, "a search resumes by itself when it is started again; leave it out")
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
-    plan.agent("agent", config.agent)
+    plan.agent("agent", config.agent, config.runners)
     plan.runners("runners", config.runners)
     plan.template("template", config.template)
     plan.critic("critic", config.critic)
@@ -168,7 +173,7 @@ def plan_online(config: LearnOnlineConfig, base: Path, connections: Connections 
     plan.model("algorithm.base_model", settings.base_model)
     plan.backend("backend", config.backend)
     if config.agent is not None:
-        plan.agent("agent", config.agent)
+        plan.agent("agent", config.agent, config.runners)
     plan.runners("runners", config.runners)
     plan.model_address("runners", config.runners)
     plan.sampling("algorithm.sampling", settings.sampling, config.backend)

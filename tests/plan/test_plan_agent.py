@@ -94,6 +94,17 @@ def test_what_is_wrong_is_said_in_one_line(work: Path, changes: dict[str, Any], 
     assert len(str(caught.value).splitlines()) == 1, caught.value
 
 
+def test_what_an_agent_imports_may_be_where_its_runners_are_alone(work: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLOUT_SECRETS", "AGENTS")
+    monkeypatch.setenv("ROLLOUT_SECRET_AGENTS", "a key")
+    runners = {"runners__where": "elsewhere", "runners__api_key": "AGENTS"}
+    (work / "elsewhere.py").write_text(f"import no_such_module\n{AGENT}")
+    facts = plan(agent__function="elsewhere.py:agent", **runners)
+    assert "agent.function (agent file" in facts["not checked"] and "'no_such_module'" in facts["not checked"]
+    with pytest.raises(ConfigError, match="expected a function decorated with @rollout"):
+        plan(agent__function="agent.py:plain", **runners)
+
+
 def test_a_dask_scheduler_is_looked_for(work: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ROLLOUT_SECRETS", "AGENTS")
     monkeypatch.setenv("ROLLOUT_SECRET_AGENTS", "a key")
