@@ -49,7 +49,8 @@ class Heartbeats:
     """``store.update_worker`` at once and then every ``interval_seconds`` (0 or less: never), while the block runs.
 
     Mode ``thread`` beats on, whatever blocks the runner's event loop; for a store that is not safe for threads it falls
-    back to ``asyncio``. A beat that fails is logged and not repeated.
+    back to ``asyncio``. Of beats that fail one after another the first is a warning: a
+    store may be away for a night.
     """
 
     def __init__(
@@ -76,10 +77,14 @@ class Heartbeats:
         await thread.run(self._beat())  # made here, as a block that ends at once never comes so far
 
     async def _beat(self) -> None:
+        failed = False
         while True:
             try:
                 stats = await asyncio.to_thread(snapshot, include_gpu=self._include_gpu)
                 await self._store.update_worker(self._worker_id, stats)
+                failed = False
             except Exception as error:  # noqa: BLE001 - the work is worth more than the sign of it
-                logger.warning("Worker %s could not send its heartbeat: %s", self._worker_id, in_words(error))
+                level = logging.DEBUG if failed else logging.WARNING
+                logger.log(level, "Worker %s could not send its heartbeat: %s", self._worker_id, in_words(error))
+                failed = True
             await asyncio.sleep(self._interval_seconds)

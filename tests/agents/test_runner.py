@@ -18,6 +18,7 @@ import pytest
 
 from rollout_core.agents.agent import FunctionalLitAgent, LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward, get_reward_value
+from rollout_core.agents.heartbeats import Heartbeats
 from rollout_core.agents.hooks import Hook
 from rollout_core.agents.operations import operation
 from rollout_core.agents.otel import OtelTracer
@@ -36,7 +37,7 @@ from rollout_core.store import (
     TraceStatus,
 )
 from rollout_core.store.http import wire
-from tests.store.patience import FOREVER, LONG
+from tests.store.patience import FOREVER, LONG, until
 
 LLM_RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
 
@@ -452,6 +453,21 @@ async def test_missing_resources_fail_the_rollout_and_say_so(memory, caplog):
         assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
     assert "asks for a LLM, but the resources are none" in caplog.text
     assert "rs-nope" in caplog.text
+
+
+async def test_heartbeats_that_fail_in_a_row_are_one_warning(caplog):
+    sent = [True, False, False, False, True, False, False]
+
+    class Away(InMemoryLightningStore):
+        async def update_worker(self, worker_id, *stats):
+            if sent and not sent.pop(0):
+                raise Recoverable("the store is away")
+            return await super().update_worker(worker_id, *stats)
+
+    async with Away() as store, Heartbeats(store, "w", 0.001, "asyncio", include_gpu=False):
+        await until(lambda: not sent)
+    told = [record for record in caplog.records if "could not send its heartbeat" in record.message]
+    assert [record.levelname for record in told if record.levelno >= logging.WARNING] == ["WARNING"] * 2
 
 
 async def test_heartbeats_say_what_the_machine_is_at(store):
