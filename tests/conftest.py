@@ -86,7 +86,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 SLOW = {
-    "agents": "dask_runners delivery examples fleet online policy_algorithms trainer",
+    "agents": "dask_runners delivery examples fleet frameworks online policy_algorithms trainer",
     "algorithms": "parallel resume training_data",
     "flows": "dask damaged_storage local_server planning preference_flows promotion states",
     "inference": "batch endpoint_answers endpoint_secrets",

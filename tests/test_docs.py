@@ -82,6 +82,7 @@ def check_config(words: list[str], config: Path, parameters: dict[str, Any]) -> 
     if words in (["cloud", "doctor"], ["store", "bridge"]):  # a table that the page shows
         return
     path = Path("examples", f"{name}-tiny.toml") if config.name in OWN_FILES else config
+    path = Path("examples", "agents", "train-lookup.toml") if config.name == "agent.toml" else path
     kinds = {"infer batch": "infer-batch", "nightly": "nightly", "agent train": "train-agent", "ops deploy": "nightly"}
     kinds["agent online"] = "learn-online"
     if name == "plan":  # of any kind, which the file says

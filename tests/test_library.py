@@ -20,6 +20,12 @@ from tests.faces import relocated, stubs
 LIBRARY = PROJECT / "examples" / "library"
 PAGE = PROJECT / "docs" / "library.md"
 SCRIPTS = sorted(LIBRARY.rglob("*.py"))
+FRAMEWORKS = PROJECT / "tests" / "agents" / "frameworks"
+SHOWN = [
+    *((PAGE, script) for script in SCRIPTS),
+    *((PROJECT / "docs" / "agents-frameworks.md", agent) for agent in sorted(FRAMEWORKS.glob("*.py"))),
+]
+"""Pages and the scripts that they show."""
 FACES = [".".join(stub.parent.relative_to(PROJECT).parts) for stub in stubs()]
 
 
@@ -158,11 +164,11 @@ def test_an_agent_is_trained_killed_and_ends_with_every_rollout_run_once(start_p
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(LIBRARY)))
-def test_the_page_shows_every_script_as_it_is(script: Path):
+@pytest.mark.parametrize(("page", "script"), SHOWN, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_page_shows_a_script_as_it_is(page: Path, script: Path):
     text = script.read_text(encoding="utf-8")
-    assert f"```python\n{text}```" in PAGE.read_text(encoding="utf-8"), (
-        f"docs/library.md does not show {script.name} as it is; run python -m tests.test_library"
+    assert f"```python\n{text}```" in page.read_text(encoding="utf-8"), (
+        f"docs/{page.name} does not show {script.name} as it is; run python -m tests.test_library"
     )
 
 
@@ -182,19 +188,19 @@ def test_names_that_moved_are_found_again(tmp_path: Path):
 
 
 def main() -> None:
-    """Put the scripts as they are into the page, each below the line that names it."""
-    page = PAGE.read_text(encoding="utf-8")
-    for script in SCRIPTS:
-        name = re.escape(str(script.relative_to(PROJECT)))
+    """Put the scripts as they are into the pages, each below the line that names it."""
+    for page, script in SHOWN:
+        shown = str(script.relative_to(PROJECT))
         block = f"```python\n{script.read_text(encoding='utf-8')}```"
-        page, count = re.subn(
-            rf"(`{name}`:\n\n)```python\n.*?^```$", lambda found, block=block: found[1] + block, page, flags=re.M | re.S
+        text, count = re.subn(
+            rf"(`{re.escape(shown)}`:\n\n)```python\n.*?^```$",
+            lambda found, block=block: found[1] + block,
+            page.read_text(encoding="utf-8"),
+            flags=re.M | re.S,
         )
         if count != 1:
-            raise SystemExit(
-                f"docs/library.md has {count} blocks below a line that ends in `{script.relative_to(PROJECT)}`:"
-            )
-    PAGE.write_text(page, encoding="utf-8")
+            raise SystemExit(f"docs/{page.name} has {count} blocks below a line that ends in `{shown}`:")
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
