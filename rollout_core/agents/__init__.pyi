@@ -6,6 +6,10 @@ from .adapters.base import (
 from .adapters.credit import (
     RewardMatchPolicy as RewardMatchPolicy,
 )
+from .adapters.drawing import (
+    draw_trace as draw_trace,
+    trace_lines as trace_lines,
+)
 from .adapters.messages import (
     OpenAIMessages as OpenAIMessages,
     TraceToMessages as TraceToMessages,

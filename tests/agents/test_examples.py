@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from rollout_core.agents import Trainer
 from rollout_core.agents.apo import Experience, PromptWriter
@@ -102,6 +102,18 @@ def test_what_a_model_writes_for_arguments_harms_nothing(arguments, example):
 def test_a_program_of_the_framework_has_no_line_of_ours():
     text = (EXAMPLE / "people.py").read_text(encoding="utf-8")
     assert "rollout_core" not in text and "reward" not in text
+
+
+def test_the_script_for_debugging_prints_what_the_agent_did_and_raises_what_it_raises(example, capsys):
+    debug = example("debug_agent")
+    with scripted_chat([first_step(), second_step(), says(3, "dog")]) as url:
+        asyncio.run(debug.main(url, "m"))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "succeeded" and "  assistant: dog" in said and said[-1] == "reward 1"
+    with scripted_chat([first_step()]) as url, pytest.raises(BadRequestError, match="no more answers"):
+        asyncio.run(debug.main(url, "m"))
+    said = capsys.readouterr().out
+    assert said.startswith("failed\n") and 'calls lookup: {"name": "ann"' in said and "no more answers" in said
 
 
 def test_an_agent_finds_the_program_beside_it():
