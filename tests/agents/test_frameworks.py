@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import distribution, packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -354,6 +355,7 @@ COMMAND = "from rollout_core.base.own_packages import run_command; run_command()
 @pytest.mark.timeout(1800)
 def test_a_model_learns_from_an_agent_whose_framework_is_only_where_its_runners_are(wheel, start_process, tmp_path):
     """This environment has no LangGraph; the one of the runners has no torch."""
+    assert find_spec("langgraph") is None
     programs = environment(LANGGRAPH.requirements, wheel)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PROJECT / "examples" / "agents"))
