@@ -49,8 +49,8 @@ class Heartbeats:
     """``store.update_worker`` at once and then every ``interval_seconds`` (0 or less: never), while the block runs.
 
     Mode ``thread`` beats on, whatever blocks the runner's event loop; for a store that is not safe for threads it falls
-    back to ``asyncio``. Of beats that fail one after another the first is a warning: a
-    store may be away for a night.
+    back to ``asyncio``. Of beats that fail one after another only the first is a warning: a store may be away for a
+    night.
     """
 
     def __init__(
