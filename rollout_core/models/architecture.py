@@ -229,8 +229,8 @@ class AdapterCounts(NamedTuple):
     quantized: int
     """Stored in four bits."""
     left_out: Mapping[str, int]
-    """Those of layers, by their names with ``*`` for a number, that are neither adapted nor linear, embeddings or
-    output: experts that are one tensor, their router, convolutions."""
+    """Those of layers, by their names with ``*`` for a number, that are not adapted, and are no embeddings, output or
+    linear layer that could be: experts that are one tensor, their router, convolutions, what kernels read of Mamba."""
     all: int
 
 
@@ -255,9 +255,11 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _left_out(model: nn.Module) -> dict[str, int]:
     found: dict[str, int] = {}
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    kernels = _read_by_kernels(model)
     for path, module in model.named_modules():
         matrices = [one for one in module.parameters(recurse=False) if one.ndim > 1]
-        is_known = isinstance(module, nn.Embedding) or type(module) is nn.Linear or module is output
+        is_linear = type(module) is nn.Linear and path not in kernels
+        is_known = isinstance(module, nn.Embedding) or is_linear or module is output
         if matrices and not is_known and not path.endswith(_BASE[:-1]):
             name = re.sub(r"\.\d+(?=\.|$)", ".*", path)
             found[name] = found.get(name, 0) + sum(one.numel() for one in matrices)
@@ -278,8 +280,8 @@ def with_lora(model: ModelT, config: LoRAConfig | None, *, seed: int) -> ModelT:
     """``model`` with adapters in it and its own weights frozen, but a reward model's head; None leaves it as it is.
 
     At first adapters change nothing: B is 0, A follows ``seed``. Raises ConfigError where ``target_modules`` names no
-    layer of the model, its output layer, whose weight the trainer reads itself, or what is no linear layer; and where
-    peft refuses one, as of Mamba's kernels that read a weight themselves.
+    layer of the model, its output layer, whose weight the trainer reads itself, what is no linear layer, or one whose
+    weight a kernel reads; and where peft refuses one.
     """
     if config is None:
         return model
@@ -319,12 +321,17 @@ def _has_experts(model: nn.Module) -> bool:
 def _targets(model: nn.Module, asked: Sequence[str]) -> list[str]:
     """Paths of the layers that get an adapter: all linear ones but output and heads, or those whose names end with what
     is ``asked`` for."""
-    linear = _linear(model)
+    linear, kernels = _linear(model), _read_by_kernels(model)
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     paths = [(path, one) for path, one in model.named_modules() if any(f".{path}".endswith(f".{end}") for end in asked)]
     for path, module in paths:
         if module is output:
             raise ConfigError("lora.target_modules names the output layer, which cannot have an adapter; leave it out")
+        if path in kernels:
+            raise ConfigError(
+                f"lora.target_modules names {path}, whose weight a kernel for the whole Mamba layer takes, so that an "
+                f"adapter would do nothing; choose among {', '.join(linear_layers(model))}"
+            )
         if path not in linear and path not in _HEADS:  # no W + scale B A to merge it into
             raise ConfigError(
                 f"lora.target_modules names {path}, a {type(module).__name__}, and only linear layers can have "
@@ -386,7 +393,29 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if type(module) in kinds or (isinstance(module, kinds) and _gives_products(module))
     }
-    return {path: one for path, one in found.items() if one is not output and path.rpartition(".")[2] not in _HEADS}
+    left_out = _read_by_kernels(model)
+    return {
+        path: one
+        for path, one in found.items()
+        if one is not output and path not in left_out and path.rpartition(".")[2] not in _HEADS
+    }
+
+
+_MIXER = {"A_log", "D"}
+"""Parameters by which a Mamba layer, of either version, is known."""
+_BY_KERNELS = ("x_proj", "dt_proj", "out_proj")
+"""Linear layers in it whose weights its kernels take, and in part also what computes in their place on a CPU."""
+
+
+def _read_by_kernels(model: nn.Module) -> set[str]:
+    """Paths of linear layers that are not called, so that an adapter in them would not be either."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if {own for own, _ in module.named_parameters(recurse=False)} >= _MIXER
+        for name in _BY_KERNELS
+        if isinstance(getattr(module, name, None), nn.Linear)
+    }
 
 
 def has_lora(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.config import LoRAConfig, OptimizerConfig, RewardModelSettings
 from rollout_core.data.datasets import PairRow, to_jsonl
 from rollout_core.data.packing import pack_completions
-from rollout_core.models.architecture import WithoutAdapters, has_lora, merged_weights, with_lora
+from rollout_core.models.architecture import WithoutAdapters, count_adapted, has_lora, merged_weights, with_lora
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.imports import Source, record_import
@@ -100,6 +100,35 @@ def test_adapters_change_nothing_at_first_and_merge_into_the_same_function(tiny_
     assert (changed - expected).abs().max() > 1e-2
     plain.load_state_dict(merged_weights(model, model.state_dict()))
     torch.testing.assert_close(plain(IDS).logits, changed, rtol=1e-4, atol=1e-5)
+
+
+STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("mixer", {}),
+    "mamba2": ("mixer", {"num_heads": 8, "head_dim": 8, "n_groups": 2}),
+    "falcon_h1": ("mamba", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}),
+    "bamba": ("mamba", {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]}),
+    "jamba": ("mamba", {"num_experts": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", STATE_SPACES)
+def test_layers_whose_weights_kernels_take_have_no_adapter(kind: str, tmp_path: Path):
+    """On a GPU one kernel computes a Mamba layer, from the weights alone; peft refuses those of some architectures."""
+    mixer, sizes = STATE_SPACES[kind]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, **sizes}
+    if kind != "mamba2":
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"names .*\.{mixer}\.out_proj, whose weight a kernel .* choose among .*in_proj"
+    ):
+        with_lora(model, LoRAConfig(target_modules=("out_proj",)), seed=1)
+    names = [name for name, _ in with_lora(model, LoRAConfig(), seed=1).named_parameters()]
+    adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    assert {name.rpartition(".")[2] for name in adapted if f".{mixer}." in name} >= {"in_proj"}
+    assert not any(name.endswith(("x_proj", "dt_proj", "out_proj")) for name in adapted)
+    assert any(name.endswith(f"{mixer}.out_proj") for name in count_adapted(tmp_path, LoRAConfig()).left_out)
 
 
 def test_only_adapters_are_trained_and_a_seed_gives_them(tiny_model: Path):
