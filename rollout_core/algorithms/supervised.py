@@ -32,7 +32,8 @@ from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens,
 from rollout_core.data.preference_data import Pair
 from rollout_core.models.architecture import check_score_head
 from rollout_core.models.deferred import defer
-from rollout_core.models.pretrained import load_model, without_load_report
+from rollout_core.models.facts import check_classifier
+from rollout_core.models.pretrained import load_model, read_config, without_load_report
 
 BatchT = TypeVar("BatchT")
 CURSOR = "cursor"
@@ -288,6 +289,7 @@ def load_reward_model(folder: Path, *, new_head: bool = False, deferred_to: torc
     if deferred_to is not None:
         options["device_map"] = "meta"
     try:
+        check_classifier(read_config(folder))
         with without_load_report():  # also that the head is new
             model, found = load_model(AutoModelForSequenceClassification, folder, **options)
     except ConfigError:

@@ -186,9 +186,21 @@ def _blank(config: Any, *, is_reward_model: bool = False) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if is_reward_model:
+        check_classifier(config)
         config.num_labels = 1
     with torch.device("meta"):
         return build_model(AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM, config)
+
+
+def check_classifier(config: Any) -> None:
+    """Raises ConfigError where transformers cannot build a reward model of a configuration."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(
+            f"transformers has no sequence classifier of a {config.model_type!r}, and a reward model is one; choose "
+            "another model, such as a Qwen2"
+        )
 
 
 def _size(config: Any) -> ModelSize:

@@ -110,6 +110,22 @@ def test_a_model_that_training_refuses_is_refused_by_the_plan_in_the_same_words(
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("kind", ["granite", "mamba"])
+def test_a_reward_model_of_what_transformers_has_no_classifier_of_is_refused(kind: str, folder: Path):
+    make(kind, folder)
+    told = []
+    for look in (
+        lambda: check_training(folder, is_reward_model=True),
+        lambda: load_reward_model(folder, new_head=True),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"has no sequence classifier of a '{kind}', .*; choose another"
+        ) as caught:
+            look()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gpt_neox", "gemma2"])
 def test_a_reward_model_is_judged_alike(kind: str, folder: Path):
     config = config_of(kind)
