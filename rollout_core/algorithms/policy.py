@@ -31,7 +31,7 @@ from rollout_core.base.determinism import is_portable_here
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import Distillation, LearnerSettings
 from rollout_core.data.packing import Layout, PackedTokens, unpacked_rows, unshared
-from rollout_core.models.architecture import logit_transform
+from rollout_core.models.architecture import check_decoder, logit_transform, refuse_not_causal
 
 _TAUGHT = "_rollout_reads_alone"
 """Attribute of a feed-forward part that has these hooks: with them twice it would select from what it has selected."""
@@ -92,6 +92,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: Any, *, packed: bool = True) -> None:
         super().__init__()
         self.model = model
+        check_causal(model)  # as it came: packed attention is causal whatever the model is
         self.packed = packed and can_pack(model)
         # Products of fewer rows are rounded otherwise, and portable results are to stay what they are.
         self._reads_alone = self.packed and not is_portable_here() and compute_read_tokens_alone(model)
@@ -154,10 +155,12 @@ class Policy(PackedModel):
     def __init__(
         self, model: Any, values: nn.Module | None = None, *, packed: bool = True, known_ids: int | None = None
     ) -> None:
+        check_decoder(model)
+        transform = logit_transform(model)
         super().__init__(model, packed=packed)
         self.values = values
         self.known_ids = known_ids
-        self.transform = logit_transform(model)
+        self.transform = transform
 
     def forward(
         self,
@@ -252,6 +255,25 @@ def can_pack(model: Any) -> bool:
         model.config._attn_implementation = before
         return False
     return True
+
+
+@torch.no_grad()
+def check_causal(model: Any) -> None:
+    """Raises ConfigError where a token's hidden state depends on tokens behind it: such a model reads what it is to
+    predict, and what rows are padded with. Looks at numbers, so not at weights that are still to be read."""
+    check_decoder(model)
+    was_checked = model.config._attn_implementation == PACKED_ATTENTION
+    if was_checked or any(parameter.is_meta for parameter in model.parameters()):
+        return
+    ids = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 2]], device=model.device)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        hidden = model.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not torch.allclose(hidden[0, :-1], hidden[1, :-1], rtol=0.0, atol=1e-4 * float(hidden.abs().max())):
+        refuse_not_causal(model, "as their hidden states show")
 
 
 class _FeedForward:

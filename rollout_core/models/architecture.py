@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,23 @@ def check_trainable(model: Any) -> None:
     if type(model).__name__.endswith("ForSequenceClassification"):
         check_score_head(model)
     else:
+        check_decoder(model)
         logit_transform(model)
+
+
+def check_decoder(model: Any) -> None:
+    """Raises ConfigError for models such as BERT where their configuration does not make them decoders."""
+    # Not the configuration's own key: GPT-NeoX has it, too, and does not ask it. XLM asks another one.
+    is_encoder = any(getattr(module, "is_decoder", None) is False for module in model.modules())
+    if is_encoder and not getattr(model.config, "causal", False):
+        refuse_not_causal(model, "as its configuration makes it no decoder")
+
+
+def refuse_not_causal(model: Any, by: str) -> NoReturn:
+    """Raises ConfigError: such a model would read the answer that it is to predict, and the padding of its rows."""
+    raise ConfigError(
+        f"{type(model).__name__} is not causal: its tokens see those behind them, {by}; choose another model"
+    )
 
 
 def check_score_head(model: Any) -> None:
@@ -91,16 +107,21 @@ def logit_transform(model: Any) -> LogitTransform:
         is_own = len(seen) == 1 and torch.equal(seen[0].float(), hidden)
         transform = _transform_of(model, product, found.float()) if is_own else None
     except (AttributeError, TypeError, IndexError, RuntimeError, ValueError) as error:
+        if layer.weight.is_meta and isinstance(error, RuntimeError) and not seen:  # weights before the output layer
+            raise ConfigError(_OTHER_LOGITS.format(name)) from error
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{name} is built in a way that the trainer does not know ({reason}); choose another"
         ) from error
     if transform is None:
-        raise ConfigError(
-            f"{name} makes its logits in another way than by its output layer, a factor and a cap, which the trainer "
-            "cannot do; choose another model"
-        )
+        raise ConfigError(_OTHER_LOGITS.format(name))
     return transform
+
+
+_OTHER_LOGITS = (
+    "{} makes its logits in another way than by its output layer, a factor and a cap, which the trainer cannot do; "
+    "choose another model"
+)
 
 
 def _transform_of(model: Any, product: Tensor, logits: Tensor) -> LogitTransform | None:

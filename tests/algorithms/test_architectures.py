@@ -50,15 +50,18 @@ PACKED = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox
 PACKED += ["mixtral", "qwen2_moe", "qwen3_moe", "cohere", "cohere2", "granite", "granitemoe"]
 PADDED = ["gpt_oss", "bloom", "nemotron", "gemma2", "recurrent_gemma"]
 """Attention with sinks, ALiBi or a cap, layers that do not hand on what they are given, and recurrent ones."""
-REFUSED = ["minicpm3"]
-"""It scales what goes into its output layer."""
+REFUSED = ["minicpm3", "bert"]
+"""They scale what goes into their output layer, or have weights of their own before it."""
+NOT_CAUSAL = ["bert-generation", "roberta", "xlm"]
+"""Unless their configuration says that they are decoders."""
 PARTLY = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "olmo2", "qwen2_moe", "qwen3_moe"]
 """Their last layer is attention and then a feed-forward part, which is computed where its output is read."""
 DOCUMENTS = [Document(list(range(3, 12))), Document([5, 6, 7], [[7, 8, 9], [20, 21]]), Document([4, 9, 8, 7])]
 
 
 def config_of(kind: str) -> Any:
-    return AutoConfig.for_model(kind, **(GPT2 if kind == "gpt2" else SIZES | EXPERTS))
+    own = {"is_decoder": True} if kind == "bert" else {}
+    return AutoConfig.for_model(kind, **(GPT2 if kind == "gpt2" else SIZES | EXPERTS | own))
 
 
 @pytest.fixture
@@ -108,6 +111,28 @@ def test_a_model_that_training_refuses_is_refused_by_the_plan_in_the_same_words(
             look()
         told.append(str(caught.value))
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", NOT_CAUSAL)
+def test_a_model_whose_tokens_see_later_ones_is_refused_by_the_plan(kind: str, folder: Path):
+    make(kind, folder)
+    told = []
+    for look in (lambda: check_training(folder, is_reward_model=False), lambda: Policy(load_causal_lm(folder))):
+        with pytest.raises(
+            ConfigError, match=r"is not causal: its tokens see those behind them, as .*; choose another"
+        ) as caught:
+            look()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused_whatever_its_configuration_says(folder: Path):
+    """Padding would change its rows."""
+    sizes = {"vocab_size": 50, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlnet", **sizes))
+    with pytest.raises(ConfigError, match="XLNetLMHeadModel is not causal: its tokens see those behind them"):
+        Policy(model.train())
+    assert model.training
 
 
 @pytest.mark.parametrize("kind", ["granite", "mamba"])
