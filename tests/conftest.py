@@ -145,6 +145,19 @@ def pytest_collection_finish() -> None:
     forked.begin()  # some libraries set variables when they are imported
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show tables: tests record lines of them as properties named "table: " and the heading."""
+    tables: dict[str, list[str]] = {}
+    for report in (one for reports in terminalreporter.stats.values() for one in reports):
+        for name, line in getattr(report, "user_properties", ()) if getattr(report, "when", "") == "call" else ():
+            if name.startswith("table: "):
+                tables.setdefault(name.removeprefix("table: "), []).append(line)
+    for heading, lines in tables.items():
+        terminalreporter.write_line("")
+        for line in (heading, *sorted(lines)):
+            terminalreporter.write_line(line)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
     yield  # the processes of pytest-xdist have ended

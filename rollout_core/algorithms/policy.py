@@ -272,7 +272,8 @@ def check_causal(model: Any) -> None:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if not torch.allclose(hidden[0, :-1], hidden[1, :-1], rtol=0.0, atol=1e-4 * float(hidden.abs().max())):
+    allowed = 1e-4 * float(hidden.abs().max())  # NaN of a model that has diverged, which training says itself
+    if float((hidden[0, :-1] - hidden[1, :-1]).abs().max()) > allowed:
         refuse_not_causal(model, "as their hidden states show")
 
 
