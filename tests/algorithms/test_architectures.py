@@ -328,8 +328,8 @@ class Trial:
         return "equal"
 
     def grpo(self) -> str:
-        """Of groups that share a prompt, with a KL to other weights; the engine was off by up to 0.3, so that ratios
-        are clipped."""
+        """Of groups that share a prompt, all in one pass, with a KL to other weights. The engine was off by up to
+        0.3, so ratios are clipped."""
         folder, other = self.model("policy"), self.model("reference", seed=1)
         plain, reference = self._plain(folder), self._plain(other)
         groups = self._drawn(plain)
@@ -343,8 +343,8 @@ class Trial:
                 "optimizer": asdict(OPTIMIZER),
                 "samples_per_prompt": len(groups[0]),
                 "prompts_per_iteration": len(groups),
-                "minibatch_size": len(groups[0]),
-                "gradient_accumulation": len(groups),
+                "minibatch_size": len(groups) * len(groups[0]),
+                "gradient_accumulation": 1,
                 "iterations": 1,
                 "clip_low": CLIP,
                 "clip_high": CLIP,
@@ -366,7 +366,7 @@ class Trial:
         checkpoint = self._sft_update(folder, lora=ADAPTERS.model_dump(), evaluation=evaluation)
         [row] = rows_of(checkpoint, self._place.objects)
         merged = self._plain(self._place.model(checkpoint.model))
-        before, after = (float(plain_torch.sft_loss(model, rows)) for model in (self._plain(folder), merged))
+        before, after = (plain_torch.sft_loss(model, rows).item() for model in (self._plain(folder), merged))
         assert row["eval_loss"] == pytest.approx(after, rel=TOLERANCE)
         assert self.architecture.random or row["loss"] == pytest.approx(before, rel=TOLERANCE)
         assert before - after > 1e-3 * before, "adapters have learned"
