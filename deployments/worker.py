@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from prefect.settings import PREFECT_WORKER_HEARTBEAT_SECONDS
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from deployments.supervision import give_back, runs_of
+from flows import outage_logs
 from rollout_core.base.garbage import collect_seldom
 
 if TYPE_CHECKING:
@@ -31,13 +31,10 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 LOOK_SECONDS = 0.2
-OBSERVERS = ("prefect.FlowRunCancellingObserver", "prefect.FlowRunSuspendingObserver")
-"""Loggers of what listens to the server for runs that are cancelled or suspended."""
 CHECK_SECONDS = 60.0
 """A check of parameters that takes longer is killed, and its run is proposed as any other."""
 FORGET_SECONDS = 3600.0
 """What was found of a run that nobody has asked for so long is forgotten; one that waits comes twice a minute."""
-MOST_OF_AN_ERROR = 300
 REFUSED = 3
 """Exit status of `deployments.parameters` where a run's are wrong."""
 
@@ -208,26 +205,13 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
-class OneLine(logging.Filter):
-    """Makes a line of a traceback: of an observer that has lost its server each is the same, and dozens of lines."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-        if error is not None:
-            why = " ".join(str(error).split())
-            record.msg = f"{record.getMessage()} ({type(error).__name__}{': ' if why else ''}{why[:MOST_OF_AN_ERROR]})"
-            record.args, record.exc_info, record.exc_text = (), None, None
-        return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="A Prefect worker that hands its runs back when it is told to end.")
     parser.add_argument("--pool", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--limit", type=int)
     arguments = parser.parse_args()
-    for name in OBSERVERS:
-        logging.getLogger(name).addFilter(OneLine())
+    outage_logs.shorten()
     worker = DrainingWorker(
         name=arguments.name,
         work_pool_name=arguments.pool,

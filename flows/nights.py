@@ -1,7 +1,8 @@
 """One night at a time: of several runs that were missed only the newest runs, and none ends because of its place.
 
 Deployments of scheduled flows have a concurrency limit of one, for which a run holds a lease on the Prefect server.
-Every module of a flow imports this one, by `flows.flow_run` or by itself.
+Every module of a flow imports this one, by `flows.flow_run` or by itself; with it Prefect's own parts say less of an
+outage.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed
 
+from flows import outage_logs
 from tasks.logs import stage_logger
 
 SKIPPED = "Skipped"
@@ -120,5 +122,6 @@ def _renew(lease_id: UUID, lease_duration: float, ended: threading.Event) -> Non
             pause = RETRY_SECONDS
 
 
+outage_logs.shorten()
 # Where the engine finds it, for every flow of this process.
 flow_engine.maintain_concurrency_lease = hold_place  # pyright: ignore[reportPrivateImportUsage]

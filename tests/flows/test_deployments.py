@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ import yaml
 from prefect import get_client
 
 from deployments import pools, serve
-from deployments.worker import OneLine
 from flows.connections import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
@@ -195,15 +193,6 @@ def test_how_to_start_a_worker_is_not_said_for_each_deployment(width: int):
     shown = [line for line, is_hint in pools.marked([*lines, *lines]) if not is_hint]
     assert shown == [rest[0], "", "", rest[2]] * 2
     assert not any(is_hint for _, is_hint in pools.marked(rest))
-
-
-def test_a_traceback_of_an_observer_is_a_line():
-    try:
-        raise ConnectionRefusedError("nobody\nlistens")
-    except ConnectionRefusedError:
-        record = logging.LogRecord("x", logging.WARNING, "x", 1, "the %s failed", ("websocket",), sys.exc_info())
-    assert OneLine().filter(record)
-    assert logging.Formatter().format(record) == "the websocket failed (ConnectionRefusedError: nobody listens)"
 
 
 def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
