@@ -10,12 +10,13 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import httpx
 import psutil
 from prefect.settings import PREFECT_WORKER_HEARTBEAT_SECONDS
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     import anyio.abc
     from prefect.client.schemas.objects import FlowRun
 
+T = TypeVar("T")
 LOOK_SECONDS = 0.2
 CHECK_SECONDS = 60.0
 """A check of parameters that takes longer is killed, and its run is proposed as any other."""
+MOST_OF_AN_ERROR = 300
 FORGET_SECONDS = 3600.0
 """What was found of a run that nobody has asked for so long is forgotten; one that waits comes twice a minute."""
+SERVER_ERROR = 500
 REFUSED = 3
 """Exit status of `deployments.parameters` where a run's are wrong."""
 
@@ -70,6 +74,7 @@ class DrainingWorker(ProcessWorker):
         """Runs whose `run` has not returned."""
         self._checks: dict[UUID, Check] = {}
         """Once for each run that waits, until its turn comes or it is retried."""
+        self._is_server_away = False
         self.has_left_runs = False
         """Some could not be handed back; the supervisor, which knows them, tries again."""
 
@@ -103,7 +108,30 @@ class DrainingWorker(ProcessWorker):
         work.cancel()
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
-        return [] if self._is_draining else await super().get_and_submit_flow_runs()
+        taken = None if self._is_draining else await self._asked(super().get_and_submit_flow_runs)
+        return taken or []
+
+    async def sync_with_backend(self) -> None:
+        await self._asked(super().sync_with_backend)
+
+    async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """What the server answers; None while it is away. Prefect ends a worker whose server is away for minutes, and
+        with it all runs, which do not need the server."""
+        try:
+            answer = await ask()
+        except httpx.HTTPError as error:
+            is_away = not isinstance(error, httpx.HTTPStatusError) or error.response.status_code >= SERVER_ERROR
+            if not is_away or self._work_pool is None:  # before its start it has no runs, and cannot begin
+                raise
+            if not self._is_server_away:
+                why = " ".join(str(error).split()) or type(error).__name__
+                self._logger.warning("the server is away, the runs of this worker go on: %s", why[:MOST_OF_AN_ERROR])
+            self._is_server_away = True
+            return None
+        if self._is_server_away:
+            self._logger.info("the server answers again")
+        self._is_server_away = False
+        return answer
 
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         """Where the server has a run wait for its place, its parameters are checked meanwhile."""

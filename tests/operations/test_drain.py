@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import signal
 import socket
@@ -33,6 +34,7 @@ from rollout_core.objects.store import ObjectStore
 from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import PROJECT, Machine
+from tests.operations.own_server import stranger
 from tests.server_logs import ServerLogs
 
 INTERRUPTED = "Crash detected! Execution was aborted|Finished in state .*(by a termination|process was asked to stop)"
@@ -420,6 +422,30 @@ def test_a_run_that_cannot_be_handed_back_is_left_to_the_supervisor(monkeypatch:
             worker = DrainingWorker(name="here", work_pool_name="cpu")
             asyncio.run(worker._give_back(str(uuid4())))
     assert worker.has_left_runs
+
+
+def test_a_worker_outlives_its_server_and_its_database(caplog: pytest.LogCaptureFixture):
+    """Prefect's own gives up after some minutes, and its runs end with it, of which that counts as a try."""
+    from prefect import get_client
+    from prefect.client.schemas.objects import WorkPool
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    from deployments.worker import DrainingWorker
+
+    async def ask(address: str) -> None:
+        worker = DrainingWorker(name="here", work_pool_name="cpu")
+        worker._work_pool = WorkPool(name="cpu", type="process", default_queue_id=uuid4())
+        with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            async with get_client() as client:
+                worker._client = client
+                for _ in range(5):
+                    assert await worker.get_and_submit_flow_runs() == []
+                    await worker.sync_with_backend()
+
+    with stranger(500) as address:
+        asyncio.run(ask(address))
+    asyncio.run(ask(address))  # nobody listens there any more
+    assert [record.levelno for record in caplog.records if "is away" in record.message] == [logging.WARNING] * 2
 
 
 @pytest.mark.parametrize(("left", "least", "most"), [(3600.0, 100.0, 120.0), (-60.0, 20.0, 30.0)])
