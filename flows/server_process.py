@@ -83,6 +83,7 @@ def serve(port: int) -> None:
     make_tables()
     leave_out_prefect_dask()
     update_automations_without_waiting()
+    order_events_of_schedules()
     logging.getLogger("docket.dependencies").addFilter(TriedAgain())
 
     from prefect.cli import app
@@ -118,6 +119,25 @@ def update_automations_without_waiting() -> None:
         task.add_done_callback(updates.discard)
 
     automations.run_coro_as_sync = update
+
+
+def order_events_of_schedules() -> None:
+    """Have automations see a run that begins within five minutes of being planned.
+
+    Prefect names the event of the state before as one that each event follows, and holds it back for a quarter of an
+    hour where that has not come. The first state of a run of a schedule never makes an event, so of such a run
+    automations would see all that happens as much later: that it failed, or that its process died.
+    """
+    policies: Any = import_module("prefect.server.orchestration.instrumentation_policies")
+    make = policies.flow_run_state_change_event
+
+    async def make_event(**about: Any) -> Any:
+        event = await make(**about)
+        before = about["initial_state"]
+        is_first = before is not None and before.name == "Scheduled" and not about["flow_run"].run_count
+        return event.model_copy(update={"follows": None}) if is_first and about["flow_run"].auto_scheduled else event
+
+    policies.flow_run_state_change_event = make_event
 
 
 class TriedAgain(logging.Filter):

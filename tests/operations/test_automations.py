@@ -191,6 +191,25 @@ def test_killed_runs_are_tried_again_and_only_the_hopeless_are_told(installed: M
     installed.ask(f"flow_runs/{late}", method="DELETE")
 
 
+def test_what_happens_to_a_run_that_was_planned_a_moment_ago_is_seen_at_once(installed: Machine):
+    """The first state of a run of a schedule makes no event, for which Prefect holds the next one a quarter of an hour
+    back where that follows within five minutes."""
+    deployment = installed.ask("deployments/name/skips/skips")["id"]
+    due = datetime.now(UTC) + timedelta(seconds=30)
+    rule = f"DTSTART:{due:%Y%m%dT%H%M%S}\nRRULE:FREQ=MINUTELY;INTERVAL=2;COUNT=2"
+    installed.ask(f"deployments/{deployment}/schedules", [{"schedule": {"rrule": rule, "timezone": "UTC"}}])
+    planned = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"name": {"any_": ["Late"]}}}}
+    # The other tests' runs of this deployment are not of a schedule.
+    late = wait_for(
+        lambda: [run for run in installed.ask("flow_runs/filter", planned) if run["auto_scheduled"]], "Late"
+    )
+    about = {"event": {"name": ["prefect.flow-run.Late"]}, "resource": {"id": [f"prefect.flow-run.{late[0]['id']}"]}}
+    [event] = wait_for(lambda: installed.ask("events/filter", {"filter": about})["events"], "the event")
+    assert event["payload"]["initial_state"]["name"] == "Scheduled" and event["follows"] is None
+    for run in installed.ask("flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}):
+        installed.ask(f"flow_runs/{run['id']}", method="DELETE")
+
+
 @pytest.mark.campaign
 def test_a_run_whose_machine_is_lost_is_done_by_another(installed: Machine, server_logs):
     server_logs.expect(KILLED, "the machine is killed")
