@@ -1,10 +1,12 @@
-"""A proxy before a storage service that spoils some of the exchanges, each kind as often as it is told."""
+"""A proxy before a storage service that spoils some of the exchanges, each kind as often as it is told, and that can be
+away for a while."""
 
 from __future__ import annotations
 
 import http.client
 import random
 import re
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +23,11 @@ KINDS = (
     "flipped",  # a wrong bit in what is read
     "wrong tag",  # a wrong ETag or checksum
 )
+OUTAGES = (
+    "throttled",  # 503 SlowDown for all
+    "refused",  # nothing listens, and open connections end
+    "hanging",  # no answer, until it is over
+)
 STRUCTURED = ("application/xml", "text/xml", "application/json; charset=UTF-8")
 """Answers that are no file."""
 _CHECKSUM = re.compile(rb'("(?:md5Hash|crc32c)": ")(.)')
@@ -35,12 +42,51 @@ class FaultyProxy(ThreadingHTTPServer):
         self.upstream = urlsplit(upstream).netloc
         self.rate = rate
         self.done: Counter[str] = Counter()
+        self.outage = ""
+        """One of `OUTAGES` while it is away."""
+        self.is_over = threading.Event()
         self._random = random.Random(7)
         self._lock = threading.Lock()
+        self._serving: threading.Thread | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def begin(self) -> None:
+        """Serve, in threads of this process."""
+        self._serving = threading.Thread(target=self.serve_forever, daemon=True)
+        self._serving.start()
+
+    def end(self) -> None:
+        """Take no further connection."""
+        self.shutdown()
+        if self._serving is not None:
+            self._serving.join()
+
+    @contextmanager
+    def away(self, outage: str) -> Iterator[None]:
+        """Be away in one of the ways of `OUTAGES` for the length of the block."""
+        assert outage in OUTAGES, outage
+        address = self.server_address
+        self.is_over.clear()
+        self.outage = outage
+        if outage == "refused":
+            self.end()
+            self.socket.close()
+        try:
+            yield
+        finally:
+            if outage == "refused":
+                self.socket, self.server_address = socket.socket(self.address_family, self.socket_type), address
+                self.server_bind()
+                self.server_activate()
+                self.begin()
+            self.outage = ""
+            self.is_over.set()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: clients are killed."""
 
     def draw(self) -> str:
         """What is done to the next exchange; the empty text: nothing."""
@@ -66,6 +112,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        outage = self.server.outage
+        if outage == "throttled":
+            return self._refuse(503)
+        if outage:
+            if outage == "hanging":
+                self.server.is_over.wait()
+            self.close_connection = True
+            return
         kind = self.server.draw()
         if kind in ("throttled", "failed"):
             return self._refuse(503 if kind == "throttled" else 500)
@@ -125,10 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
 def faulty_proxy(upstream: str, rate: float) -> Iterator[FaultyProxy]:
     """A proxy in threads of this process; each kind of `KINDS` befalls this share of the requests."""
     with FaultyProxy(upstream, rate) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
-        thread.start()
+        proxy.begin()
         try:
             yield proxy
         finally:
-            proxy.shutdown()
-            thread.join()
+            proxy.end()

@@ -128,7 +128,7 @@ class Leftovers:
                 path, _, test = line.partition("\t")
                 tests.setdefault(path, []).append(test)
         deadline = time.monotonic() + GRACE_SECONDS
-        while (left := _unused(tests)) and time.monotonic() < deadline:
+        while (left := unused(tests)) and time.monotonic() < deadline:
             time.sleep(0.5)
         return [f"{path}, first seen after {' or '.join(tests[path])}" for path in left]
 
@@ -155,7 +155,7 @@ class Leftovers:
                 yield f"temporary {path}, first seen after {test}"
 
 
-def _unused(segments: Iterable[str]) -> list[str]:
+def unused(segments: Iterable[str]) -> list[str]:
     """Those of this user that are there and that no process uses: another program's are in use."""
     there = [path for path in segments if Path(path).exists() and Path(path).stat().st_uid == os.geteuid()]
     mapped = "".join(_read(pid, "maps") for pid in psutil.pids()) if there else ""

@@ -61,7 +61,7 @@ class ServerLogs:
             f"{path}:\n{_shortened(record)}"
             for path in self._paths
             if path.exists()
-            for record in _records(path.read_text(errors="replace"))
+            for record in records(path.read_text(errors="replace"))
             if ERROR.search(record) and not any(re.search(known.pattern, record) for known in self._expected)
         ]
 
@@ -71,7 +71,7 @@ class ServerLogs:
         assert not errors, f"{of}{len(errors)} errors in the logs of servers and workers:\n" + "\n".join(errors)
 
 
-def _records(text: str) -> Iterator[str]:
+def records(text: str) -> Iterator[str]:
     """Lines of a log, those of one record together: a traceback follows the line that it belongs to."""
     record: list[str] = []
     for line in text.splitlines():

@@ -84,6 +84,10 @@ class PostgresPart(Part):
     def kill(self) -> None:
         self._server.kill()
 
+    def another(self, name: str) -> str:
+        """The URL of one more database of this server."""
+        return self._server.new_database(name)
+
     def close(self) -> None:
         """Delete it."""
         self._server.close()

@@ -154,11 +154,11 @@ def copy_of_project(folder: Path) -> Path:
     return folder
 
 
-def make_task(folder: Path) -> None:
+def make_task(folder: Path, hidden_size: int = 64) -> None:
     """Model and rows of the example, few of them."""
     from make_tiny import make_model, make_problems
 
-    make_model(folder / "model", hidden_size=64, num_layers=2, seed=1)
+    make_model(folder / "model", hidden_size=hidden_size, num_layers=2, seed=1)
     problems = make_problems(96, random.Random(3))
     rows = {
         "sft": [{"prompt": prompt, "completion": answer} for prompt, answer in problems[:64]],

@@ -6,13 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +18,23 @@ import pytest
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
 from tests.flows.conftest import wait_for
+from tests.flows.kills import answers, free_port
 from tests.object_files import BUCKET
-from tests.operations.conftest import PROJECT, SETTINGS, Machine, end
+from tests.operations.conftest import PROJECT, SETTINGS, end
+from tests.operations.several import OneOfSeveral, server_settings
 from tests.operations.test_nights import kill_run, nightly, shortest
 from tests.server_logs import ServerLogs
 from tests.store.postgres import PostgresServer
 
 
-@dataclass
-class OneOfSeveral(Machine):
-    """A machine that has the settings of all and a cache of its own."""
-
-    settings: dict[str, str]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        own = {"ROLLOUT_CACHE": str(self.folder / "cache"), "PREFECT_HOME": str(self.folder / "home")}
-        return {**super().environment, **self.settings, **own}
-
-    def named(self, name: str) -> OneOfSeveral:
-        folder = self.folder.parent / name
-        folder.mkdir()
-        return replace(self, folder=folder)
-
-
-def exported(page: Path) -> dict[str, str]:
-    """The settings of a Prefect server that a page of the documents gives."""
-    lines = (line.strip() for line in page.read_text().splitlines())
-    pairs = (line.removeprefix("export ").split("=", 1) for line in lines if line.startswith("export PREFECT_SERVER_"))
-    return dict(pair for pair in pairs if len(pair) == 2)
-
-
 @contextmanager
 def server_on(database: str, folder: Path) -> Iterator[str]:
     """Address of `prefect server start` with the settings of the document, on a database of PostgreSQL."""
-    given = exported(PROJECT / "docs" / "operations.md")
-    assert given["PREFECT_SERVER_DATABASE_CONNECTION_URL"].startswith("postgresql+asyncpg://")
-    given["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database.replace("postgresql://", "postgresql+asyncpg://")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    logs = ServerLogs()
+    port, logs = free_port(), ServerLogs()
     with logs.watch(folder / "server.log").open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **SETTINGS, **given, "PREFECT_HOME": str(folder / "home")},
+            env={**os.environ, **SETTINGS, **server_settings(database), "PREFECT_HOME": str(folder / "home")},
             cwd=folder, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     try:
@@ -75,14 +44,6 @@ def server_on(database: str, folder: Path) -> Iterator[str]:
         server.send_signal(signal.SIGTERM)
         server.wait(120)
     logs.check()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2):
-            return True
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
