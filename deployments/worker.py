@@ -35,7 +35,6 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.2
 CHECK_SECONDS = 60.0
 """A check of parameters that takes longer is killed, and its run is proposed as any other."""
-MOST_OF_AN_ERROR = 300
 FORGET_SECONDS = 3600.0
 """What was found of a run that nobody has asked for so long is forgotten; one that waits comes twice a minute."""
 SERVER_ERROR = 500
@@ -125,7 +124,7 @@ class DrainingWorker(ProcessWorker):
                 raise
             if not self._is_server_away:
                 why = " ".join(str(error).split()) or type(error).__name__
-                self._logger.warning("the server is away, the runs of this worker go on: %s", why[:MOST_OF_AN_ERROR])
+                self._logger.warning("the server is away, the runs of this worker go on: %s", why[: outage_logs.MOST_OF_AN_ERROR])
             self._is_server_away = True
             return None
         if self._is_server_away:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -84,6 +85,7 @@ def serve(port: int) -> None:
     leave_out_prefect_dask()
     update_automations_without_waiting()
     order_events_of_schedules()
+    know_events_of_before(datetime.now(UTC))
     logging.getLogger("docket.dependencies").addFilter(TriedAgain())
 
     from prefect.cli import app
@@ -138,6 +140,29 @@ def order_events_of_schedules() -> None:
         return event.model_copy(update={"follows": None}) if is_first and about["flow_run"].auto_scheduled else event
 
     policies.flow_run_state_change_event = make_event
+
+
+def know_events_of_before(began: datetime) -> None:
+    """Have automations count an event as seen that a server received before ``began``, when this one started.
+
+    Which events it has seen Prefect remembers in its process, whatever its setting for their order, and holds one whose
+    predecessor it does not know back for a quarter of an hour: automations would act that late on a run that began
+    before a restart, also when it has ended since, and start it once more.
+    """
+    interface: Any = import_module("prefect.server.database").provide_database_interface()
+    ordering: Any = type(import_module("prefect.server.events.ordering").get_triggers_causal_ordering())
+    select = import_module("sqlalchemy").select
+    seen_here = ordering.event_has_been_seen
+
+    async def event_has_been_seen(self: Any, event: Any) -> bool:
+        if await seen_here(self, event):
+            return True
+        events, its_id = interface.Event, getattr(event, "id", event)
+        async with interface.session_context() as session:
+            found = select(events.id).where(events.id == its_id, events.received < began)
+            return await session.scalar(found) is not None
+
+    ordering.event_has_been_seen = event_has_been_seen
 
 
 class TriedAgain(logging.Filter):

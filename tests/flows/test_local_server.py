@@ -24,9 +24,11 @@ import pytest
 from flows import server_process
 from flows.connections import prefect_server
 from flows.server_process import LOCK, TriedAgain, update_automations_without_waiting
+from flows.server_tables import DATABASE
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.locks import exclusive
 from rollout_core.base.processes import ProcessName
+from tests import forked
 from tests.flows.conftest import wait_for
 from tests.server_logs import ServerLogs
 
@@ -153,6 +155,55 @@ def test_a_changed_automation_waits_for_the_others_and_the_server_does_not(monke
     assert order == ["looked through", "changed"]
     automations.run_coro_as_sync(take_in("without a loop"))
     assert order[2:] == ["without a loop"]
+
+
+BEFORE = """
+import asyncio
+from datetime import UTC, datetime, timedelta
+from uuid import uuid4
+from flows.server_process import know_events_of_before
+from prefect.server.database import provide_database_interface
+from prefect.server.events.ordering import get_triggers_causal_ordering
+from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.server.events.storage.database import write_events
+
+began = datetime.now(UTC)
+resource = {"prefect.resource.id": "prefect.flow-run.1"}
+
+def event(received, **more):
+    return ReceivedEvent(id=uuid4(), occurred=began - timedelta(hours=1), received=received, event="e",
+                         resource=resource, **more)
+
+async def main():
+    await provide_database_interface().create_db()
+    before, after = event(began - timedelta(minutes=1)), event(began + timedelta(minutes=1))
+    async with provide_database_interface().session_context(begin_transaction=True) as session:
+        await write_events(session, [before, after])
+    for follows in (before, after):
+        ordering, handled = get_triggers_causal_ordering(), False
+        try:
+            async with ordering.preceding_event_confirmed(None, event(datetime.now(UTC), follows=follows.id)):
+                handled = True
+        except Exception as error:
+            print(type(error).__name__)
+        print(await ordering.event_has_been_seen(follows.id), handled)
+
+know_events_of_before(began)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kept_in", ["memory", "db"])
+def test_events_that_the_server_before_received_hold_no_others_back(
+    kept_in: str, tmp_path: Path, prefect_database: Path
+):
+    (tmp_path / DATABASE).write_bytes(prefect_database.read_bytes())
+    environment = {
+        **os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(PROJECT),
+        "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": f"prefect.server.events.ordering.{kept_in}",
+    }  # fmt: skip
+    done = forked.run([sys.executable, "-c", BEFORE], env=environment, cwd=tmp_path, timeout=300)
+    assert done.stdout == "True True\nEventArrivedEarly\nFalse False\n", done.stdout + done.stderr
 
 
 class Commands:
