@@ -439,7 +439,7 @@ def give_back(run_id: str, reason: str, *, is_drained: bool = True, worker: str 
     from prefect.exceptions import ObjectNotFound
     from prefect.states import AwaitingRetry, Cancelled, Crashed
 
-    from flows.flow_run import hand_back
+    from flows.flow_run import end_task_runs, hand_back
 
     with get_client(sync_client=True) as client:
         try:
@@ -451,11 +451,12 @@ def give_back(run_id: str, reason: str, *, is_drained: bool = True, worker: str 
             return f"ended {state.name if state is not None else 'without a state'}"
         if state.is_scheduled():
             return f"is {state.name}: {state.message or 'it starts again'}"
+        if worker is not None and run.labels.get(_WORKER, worker) != worker and not state.is_cancelling():
+            return "is another worker's by now"
+        end_task_runs(run.id)
         if state.is_cancelling():
             client.set_flow_run_state(run.id, Cancelled(message=reason), force=True)
             return "was being cancelled, and is"
-        if worker is not None and run.labels.get(_WORKER, worker) != worker:
-            return "is another worker's by now"
         if is_drained and hand_back(client, run, reason):
             return f"is handed back, as {reason}"
         if run.run_count < MAX_TRIES:

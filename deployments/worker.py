@@ -10,11 +10,11 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import anyio.abc
     from prefect.client.schemas.objects import FlowRun
 
-T = TypeVar("T")
 LOOK_SECONDS = 0.2
 CHECK_SECONDS = 60.0
 """A check of parameters that takes longer is killed, and its run is proposed as any other."""
@@ -107,30 +106,44 @@ class DrainingWorker(ProcessWorker):
         work.cancel()
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
-        taken = None if self._is_draining else await self._asked(super().get_and_submit_flow_runs)
-        return taken or []
+        if self._is_draining:
+            return []
+        with self._without_server():
+            taken = await super().get_and_submit_flow_runs()
+            if self._is_server_away:
+                self._logger.info("the server answers again")
+            self._is_server_away = False
+            return taken
+        return []
 
     async def sync_with_backend(self) -> None:
-        await self._asked(super().sync_with_backend)
+        with self._without_server():
+            await super().sync_with_backend()
 
-    async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """What the server answers; None while it is away. Prefect ends a worker whose server is away for minutes, and
-        with it all runs, which do not need the server."""
+    async def _submit_run(self, flow_run: FlowRun) -> None:
+        with self._without_server():
+            return await super()._submit_run(flow_run)
+        # It has not begun, and comes with a later poll.
+        self._release_limit_slot(flow_run.id)
+        self._submitting_flow_run_ids.discard(flow_run.id)
+        if self._cancelling_observer is not None:
+            self._cancelling_observer.remove_in_flight_flow_run_id(flow_run.id)
+
+    @contextmanager
+    def _without_server(self) -> Iterator[None]:
+        """Leave the block where the server is away. Prefect ends a worker whose server is away for minutes, and with it
+        all runs, which do not need the server."""
         try:
-            answer = await ask()
+            yield
         except httpx.HTTPError as error:
             is_away = not isinstance(error, httpx.HTTPStatusError) or error.response.status_code >= SERVER_ERROR
             if not is_away or self._work_pool is None:  # before its start it has no runs, and cannot begin
                 raise
             if not self._is_server_away:
                 why = " ".join(str(error).split()) or type(error).__name__
-                self._logger.warning("the server is away, the runs of this worker go on: %s", why[: outage_logs.MOST_OF_AN_ERROR])
+                shown = why[: outage_logs.MOST_OF_AN_ERROR]
+                self._logger.warning("the server is away, the runs of this worker go on: %s", shown)
             self._is_server_away = True
-            return None
-        if self._is_server_away:
-            self._logger.info("the server answers again")
-        self._is_server_away = False
-        return answer
 
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         """Where the server has a run wait for its place, its parameters are checked meanwhile."""

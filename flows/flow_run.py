@@ -24,12 +24,19 @@ from uuid import UUID
 
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, Crashed
 
 import flows.nights  # noqa: F401 - a run whose place is lost goes on
 from flows.placement import placed
@@ -81,6 +88,8 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
         with get_client(sync_client=True) as client:
             client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
     sweep_scratch()
+    if WORKERS_RUN in os.environ:
+        end_task_runs(flow_run.id)
     # The id of a flow run stays the same when it is retried.
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     # A worker starts a process for each run, which is then that run's alone.
@@ -114,6 +123,22 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
         finally:
             recorder.end()
             _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
+
+
+def end_task_runs(run_id: UUID) -> None:
+    """Have the task runs of a run be Crashed whose process was killed. Nobody else says so, and the server and its UI
+    would have them Running for ever. What the server refuses is a warning: the run is worth more."""
+    unfinished = TaskRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])
+    try:
+        with get_client(sync_client=True) as client:
+            for task_run in client.read_task_runs(
+                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])),
+                task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=unfinished, name=None)),
+            ):
+                ended = Crashed(message="the process that ran it was killed")
+                client.set_task_run_state(task_run.id, ended, force=True)
+    except Exception as error:  # noqa: BLE001 - any of the client's
+        stage_logger().warning("task runs of earlier tries may be shown as Running for ever: %s", error)
 
 
 def _interruption_behind(error: BaseException) -> BaseException:

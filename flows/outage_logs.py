@@ -38,13 +38,13 @@ class EndOfObservers(logging.Filter):
 
 
 class UnsentEvents(logging.Filter):
-    """Makes a short warning of an event that could not be sent: Prefect keeps it, and sends it with the next one."""
+    """Makes a short warning of an event that could not be sent. As a rule Prefect keeps it, and sends it again."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.msg == _UNSENT and isinstance(record.args, tuple) and record.args[:1] == ("EventsWorker",):
             kind = getattr(record.args[1], "event", "of an unknown kind")
             record.levelno, record.levelname = logging.WARNING, "WARNING"
-            record.msg = "the server does not take event %s now; it comes with the next one that it takes"
+            record.msg = "the server does not take event %s now; Prefect sends it again with a later one, if it kept it"
             record.args = (kind,)
         return True
 

@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import import_module
@@ -130,6 +131,7 @@ def order_events_of_schedules() -> None:
     hour where that has not come. The first state of a run of a schedule never makes an event, so of such a run
     automations would see all that happens as much later: that it failed, or that its process died.
     """
+    import_module("prefect.server.models")  # these import each other, and only from here on all is found
     policies: Any = import_module("prefect.server.orchestration.instrumentation_policies")
     make = policies.flow_run_state_change_event
 
@@ -143,26 +145,33 @@ def order_events_of_schedules() -> None:
 
 
 def know_events_of_before(began: datetime) -> None:
-    """Have automations count an event as seen that a server received before ``began``, when this one started.
+    """Have automations wait for no event that a server received before ``began``, when this one started.
 
     Which events it has seen Prefect remembers in its process, whatever its setting for their order, and holds one whose
     predecessor it does not know back for a quarter of an hour: automations would act that late on a run that began
-    before a restart, also when it has ended since, and start it once more.
+    before a restart, also when it has ended since, and start it once more. Nobody follows an event of longer ago.
     """
     interface: Any = import_module("prefect.server.database").provide_database_interface()
-    ordering: Any = type(import_module("prefect.server.events.ordering").get_triggers_causal_ordering())
+    events: Any = import_module("prefect.server.events.ordering")
     select = import_module("sqlalchemy").select
-    seen_here = ordering.event_has_been_seen
+    ordering: Any = type(events.get_triggers_causal_ordering())
+    confirmed = ordering.preceding_event_confirmed
 
-    async def event_has_been_seen(self: Any, event: Any) -> bool:
-        if await seen_here(self, event):
-            return True
-        events, its_id = interface.Event, getattr(event, "id", event)
+    async def is_of_before(event_id: Any) -> bool:
+        table = interface.Event
         async with interface.session_context() as session:
-            found = select(events.id).where(events.id == its_id, events.received < began)
-            return await session.scalar(found) is not None
+            found = await session.scalar(select(table.id).where(table.id == event_id, table.received < began))
+        return found is not None
 
-    ordering.event_has_been_seen = event_has_been_seen
+    @asynccontextmanager
+    async def preceding_event_confirmed(self: Any, handler: Any, event: Any, depth: int = 0) -> AsyncIterator[None]:
+        is_young = datetime.now(UTC) < began + events.PRECEDING_EVENT_LOOKBACK
+        if is_young and event.follows is not None and await is_of_before(event.follows):
+            event = event.model_copy(update={"follows": None})
+        async with confirmed(self, handler, event, depth):
+            yield
+
+    ordering.preceding_event_confirmed = preceding_event_confirmed
 
 
 class TriedAgain(logging.Filter):

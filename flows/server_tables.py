@@ -33,8 +33,7 @@ def make_tables() -> None:
     if settings.PREFECT_API_DATABASE_CONNECTION_URL.value() != f"sqlite+aiosqlite:///{database}" or database.exists():
         return
     kept = kept_tables()
-    if kept is not None and _is_whole(kept):
-        _copy(kept, database)
+    if kept is not None and _is_whole(kept) and _copy(kept, database):
         return
     interface = import_module("prefect.server.database").provide_database_interface()
     asyncio.run(interface.create_db())
@@ -65,8 +64,9 @@ def _is_whole(database: Path) -> bool:
             or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         ):
             return False
-        with closing(sqlite3.connect(f"file:{database}?mode=ro&immutable=1", uri=True)) as opened:
-            return opened.execute("PRAGMA quick_check").fetchall() == [("ok",)]
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro&immutable=1", uri=True)) as opened:
+            has_tables = opened.execute("SELECT count(*) FROM alembic_version").fetchall() == [(1,)]
+            return has_tables and opened.execute("PRAGMA quick_check").fetchall() == [("ok",)]
     except (OSError, sqlite3.Error):
         return False
 
@@ -83,11 +83,20 @@ def _keep(database: Path, kept: Path) -> None:
         _put(copy, kept)
 
 
-def _copy(kept: Path, database: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=database.parent) as folder:
-        copy = Path(folder) / database.name
-        shutil.copyfile(kept, copy)
-        _put(copy, database)
+def _copy(kept: Path, database: Path) -> bool:
+    """Whether it is there now; otherwise nothing is."""
+    try:
+        for end in ("-wal", "-shm", "-journal"):
+            # Of a database that somebody deleted: SQLite would write what it holds into the copy.
+            database.with_name(database.name + end).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=database.parent) as folder:
+            copy = Path(folder) / database.name
+            shutil.copyfile(kept, copy)
+            _put(copy, database)
+    except OSError as error:
+        sys.stderr.write(f"the tables of a new Prefect server cannot be copied from {kept}: {error}\n")
+        return False
+    return True
 
 
 def _put(made: Path, place: Path) -> None:

@@ -95,7 +95,8 @@ def handle_check(document: dict[str, Any], step: Callable[[int], None]) -> str |
     try:
         AgentCode.from_document(document).load(alone=True)
     except ConfigError as error:
-        if isinstance(error.__cause__, ImportError):
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and (missing.name or "").partition(".")[0] != "rollout_core":
             return str(error)
         raise
     return None

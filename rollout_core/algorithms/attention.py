@@ -225,12 +225,17 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 @torch.no_grad()
+def as_in_training(model: Any) -> torch.autocast:
+    """Autocast, which is on where weights are in half precision."""
+    halves = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
+    return torch.autocast(model.device.type, dtype=next(iter(halves), torch.bfloat16), enabled=bool(halves))
+
+
 def try_packed(model: Any, **options: Any) -> None:
     """Two tiny documents through ``model``, with autocast where weights are in half precision, as in training; further
     arguments go to its trunk. Raises what that raises."""
     batch = pack([Document([1, 2]), Document([1])]).to(model.device)
-    halves = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
-    with torch.autocast(model.device.type, dtype=next(iter(halves), torch.bfloat16), enabled=bool(halves)):
+    with as_in_training(model):
         model.base_model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],

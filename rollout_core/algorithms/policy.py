@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.attention import PACKED_ATTENTION, try_packed
+from rollout_core.algorithms.attention import PACKED_ATTENTION, as_in_training, try_packed
 from rollout_core.algorithms.long_rope import LongRoPE
 from rollout_core.algorithms.masters import lay_out
 from rollout_core.algorithms.output_layer import (
@@ -35,6 +35,8 @@ from rollout_core.models.architecture import check_decoder, logit_transform, ref
 
 _TAUGHT = "_rollout_reads_alone"
 """Attribute of a feed-forward part that has these hooks: with them twice it would select from what it has selected."""
+_CAUSAL = "_rollout_is_causal"
+"""Attribute of a model that was found so: a second policy of it is of the same layers."""
 WORTH_SELECTING = 0.8
 """Above this share of the tokens, taking them out and putting them back costs what it spares."""
 
@@ -261,20 +263,25 @@ def can_pack(model: Any) -> bool:
 def check_causal(model: Any) -> None:
     """Raises ConfigError where a token's hidden state depends on tokens behind it: such a model reads what it is to
     predict, and what rows are padded with. Looks at numbers, so not at weights that are still to be read."""
-    check_decoder(model)
-    was_checked = model.config._attn_implementation == PACKED_ATTENTION
-    if was_checked or any(parameter.is_meta for parameter in model.parameters()):
+    if getattr(model, _CAUSAL, False) or any(parameter.is_meta for parameter in model.parameters()):
         return
+    check_decoder(model)
     ids = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 2]], device=model.device)
     modes = {module: module.training for module in model.modules()}
     try:
-        hidden = model.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+        with as_in_training(model):
+            hidden = model.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         for module, mode in modes.items():
             module.training = mode
-    allowed = 1e-4 * float(hidden.abs().max())  # NaN of a model that has diverged, which training says itself
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    eps = max(torch.finfo(kind).eps for kind in {*kinds, hidden.dtype})
+    hidden = hidden.float()
+    # Equal rows may be rounded otherwise by kernels. NaN of a model that has diverged training says itself.
+    allowed = max(1e-4, 8 * eps) * float(hidden.abs().max())
     if float((hidden[0, :-1] - hidden[1, :-1]).abs().max()) > allowed:
         refuse_not_causal(model, "as their hidden states show")
+    setattr(model, _CAUSAL, True)
 
 
 class _FeedForward:

@@ -425,7 +425,8 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
 _MIXER = {"A_log", "D"}
 """Parameters by which a Mamba layer, of either version, is known."""
 _BY_KERNELS = ("x_proj", "dt_proj", "out_proj")
-"""Linear layers in it whose weights its kernels take, and in part also what computes in their place on a CPU."""
+"""Linear layers in it whose weights its kernels take, and in part also what computes in their place on a CPU. Jamba's
+mixer calls the others."""
 
 
 def _read_by_kernels(model: nn.Module) -> set[str]:
@@ -434,7 +435,7 @@ def _read_by_kernels(model: nn.Module) -> set[str]:
         f"{path}.{name}"
         for path, module in model.named_modules()
         if {own for own, _ in module.named_parameters(recurse=False)} >= _MIXER
-        for name in _BY_KERNELS
+        for name in (_BY_KERNELS if not type(module).__name__.startswith("Jamba") else ("dt_proj",))
         if isinstance(getattr(module, name, None), nn.Linear)
     }
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rollout_core.base.locks import exclusive
 from tests.conftest import PROJECT
 
 REQUIREMENTS = PROJECT / "requirements-agents.txt"
@@ -30,13 +31,18 @@ def environment(requirements: tuple[str, ...], wheel: Path) -> Path:
     name = re.split(r"[\[=]", requirements[0])[0]
     folder = CACHE / f"{name}@{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
     is_whole = folder / "is-whole"
-    if not is_whole.exists():
-        for old in CACHE.glob(f"{name}@*"):
-            shutil.rmtree(old)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        _pip(folder, "install", "-r", str(REQUIREMENTS), *requirements)
-        is_whole.touch()
-    _pip(folder, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    ours = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    # Several agents share one, and several processes of tests.
+    with exclusive(CACHE / f"{name}.lock"):
+        if not is_whole.exists():
+            for old in CACHE.glob(f"{name}@*"):
+                shutil.rmtree(old)
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            _pip(folder, "install", "-r", str(REQUIREMENTS), *requirements)
+            is_whole.touch()
+        if is_whole.read_text() != ours:
+            _pip(folder, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+            is_whole.write_text(ours)
     return folder / "bin"
 
 

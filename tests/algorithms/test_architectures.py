@@ -152,6 +152,17 @@ def test_a_model_whose_tokens_see_later_ones_is_refused_whatever_its_configurati
     assert model.training
 
 
+@pytest.mark.parametrize("kind", ["bloom", "gpt_oss"])
+def test_a_second_policy_of_weights_of_two_dtypes_is_made_without_another_look(kind: str, folder: Path):
+    """As GRPO makes its reference of a policy with adapters, whose matrices are bfloat16 by then and its norms not."""
+    model = make(kind, folder)
+    Policy(model)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16()
+    Policy(model)
+
+
 def test_a_model_that_has_diverged_is_not_taken_for_one_that_is_not_causal(folder: Path):
     model = make("llama", folder)
     torch.nn.init.constant_(model.get_input_embeddings().weight, float("nan"))

@@ -14,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,7 +25,7 @@ import pytest
 
 from flows import server_process
 from flows.connections import prefect_server
-from flows.server_process import LOCK, TriedAgain, update_automations_without_waiting
+from flows.server_process import LOCK, TriedAgain, leave_out_prefect_dask, update_automations_without_waiting
 from flows.server_tables import DATABASE
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.locks import exclusive
@@ -186,7 +188,7 @@ async def main():
                 handled = True
         except Exception as error:
             print(type(error).__name__)
-        print(await ordering.event_has_been_seen(follows.id), handled)
+        print(handled)
 
 know_events_of_before(began)
 asyncio.run(main())
@@ -203,7 +205,19 @@ def test_events_that_the_server_before_received_hold_no_others_back(
         "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": f"prefect.server.events.ordering.{kept_in}",
     }  # fmt: skip
     done = forked.run([sys.executable, "-c", BEFORE], env=environment, cwd=tmp_path, timeout=300)
-    assert done.stdout == "True True\nEventArrivedEarly\nFalse False\n", done.stdout + done.stderr
+    assert done.stdout == "True\nEventArrivedEarly\nFalse\n", done.stdout + done.stderr
+
+
+def test_the_server_imports_every_package_with_blocks_but_dasks(monkeypatch: pytest.MonkeyPatch):
+    collections = import_module("prefect._internal.plugins.collections")
+    monkeypatch.setattr(collections, "entry_points", collections.entry_points)  # as it was, afterwards
+    assert collections.entry_points is entry_points, "the name by which Prefect finds them"
+    leave_out_prefect_dask()
+    all_of_them = {found.value for found in entry_points(group="prefect.collections")}
+    assert {found.value for found in collections.entry_points(group="prefect.collections")} == all_of_them - {
+        "prefect_dask"
+    }
+    assert "prefect_dask" in all_of_them
 
 
 class Commands:

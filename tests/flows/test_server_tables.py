@@ -22,7 +22,10 @@ migrate = PrefectDBInterface.create_db
 async def create_db(self):
     print("migrated")
     if sys.argv[1:] == ["--quickly"]:
-        sqlite3.connect(os.path.join(os.environ["PREFECT_HOME"], server_tables.DATABASE)).execute("CREATE TABLE t (x)")
+        made = sqlite3.connect(os.path.join(os.environ["PREFECT_HOME"], server_tables.DATABASE))
+        made.execute("CREATE TABLE alembic_version (x)")
+        made.execute("INSERT INTO alembic_version VALUES (1)")
+        made.commit()
     else:
         await migrate(self)
 PrefectDBInterface.create_db = create_db
@@ -50,12 +53,13 @@ def kept(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def make(home: Path, *arguments: str, **settings: str) -> str:
-    """What a server says while it makes the tables in ``home``; ``--quickly`` by one migration instead of Prefect's."""
+    """ "migrated", if that is how a server got the tables in ``home``, and what it says of them; ``--quickly``: by one
+    migration instead of Prefect's."""
     home.mkdir(exist_ok=True)
     environment = {**os.environ, "PREFECT_HOME": str(home), "PYTHONPATH": str(PROJECT), **settings}
     done = forked.run([sys.executable, "-c", MAKE, *arguments], env=environment, cwd=home, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    return done.stdout + "".join(line for line in done.stderr.splitlines(True) if line.startswith("the tables of "))
 
 
 def test_a_new_servers_tables_are_made_by_migrations_once_and_are_a_copy_then(
@@ -71,6 +75,19 @@ def test_a_new_servers_tables_are_made_by_migrations_once_and_are_a_copy_then(
     assert made == schema(tmp_path / "second" / DATABASE) == schema(kept)
     assert {"flow_run", "task_run", "alembic_version"} <= {name for _, name, _ in made}
     assert [file.name for file in (tmp_path / "second").iterdir()] == [DATABASE]
+
+
+def test_what_a_deleted_database_left_does_not_come_into_the_copy(tmp_path: Path, kept: Path):
+    home = tmp_path / "home"
+    home.mkdir()
+    left = sqlite3.connect(home / DATABASE)
+    left.execute("PRAGMA journal_mode = WAL")
+    left.execute("CREATE TABLE old (x)")
+    left.commit()
+    assert (home / f"{DATABASE}-wal").stat().st_size > 0
+    (home / DATABASE).unlink()
+    assert make(home) == "" and schema(home / DATABASE) == schema(kept)
+    left.close()
 
 
 def test_a_database_that_is_there_and_one_of_a_setting_are_left_to_prefect(tmp_path: Path, kept: Path):

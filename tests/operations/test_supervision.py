@@ -9,9 +9,10 @@ from typing import Any, cast
 from uuid import UUID
 
 import pytest
-from prefect import get_client
+from prefect import get_client, task
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.states import Cancelling, Crashed, Pending, Running
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.states import Cancelling, Completed, Crashed, Pending, Running
 
 from deployments import supervision
 from deployments.supervision import MAX_TRIES, SupervisedWorker
@@ -25,7 +26,7 @@ class Ended(Exception):
 def start(prefect_server: str) -> Callable[..., UUID]:
     """Make a run on a work pool that goes through these states."""
 
-    def make(pool: str, *states: Any, worker: str | None = None) -> UUID:
+    def make(pool: str, *states: Any, worker: str | None = None, of_task: Any = None) -> UUID:
         with get_client(sync_client=True) as client:
             if pool not in {found.name for found in client.read_work_pools()}:
                 client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
@@ -36,9 +37,22 @@ def start(prefect_server: str) -> Callable[..., UUID]:
                 client.update_flow_run_labels(run.id, {"prefect.worker.name": worker})
             for state in states:
                 client.set_flow_run_state(run.id, state, force=True)
+            if of_task is not None:
+                client.create_task_run(nothing, run.id, "0", state=of_task)
             return run.id
 
     return make
+
+
+@task
+def nothing() -> None:
+    """Of a run that is only told of."""
+
+
+def task_states(run_id: UUID) -> list[str]:
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
+    with get_client(sync_client=True) as client:
+        return [found.state_name or "" for found in client.read_task_runs(flow_run_filter=of_run)]
 
 
 def state_of(run_id: UUID) -> str:
@@ -58,9 +72,9 @@ def test_crashed_and_pending_runs_of_its_pool_are_handed_back_and_no_others(star
     def keep_server() -> bool:
         if not wanted:  # the first look: what is left from now on counts
             wanted.update(
-                crashed=start("supervised", *once),
+                crashed=start("supervised", *once, of_task=Running()),
                 pending=start("supervised", Pending()),
-                last=start("supervised", *once * MAX_TRIES),
+                last=start("supervised", *once * MAX_TRIES, of_task=Completed()),
                 elsewhere=start("others", *once),
             )
         if {"crashed", "pending"} <= {name for name, run in wanted.items() if state_of(run) == "AwaitingRetry"}:
@@ -78,6 +92,8 @@ def test_crashed_and_pending_runs_of_its_pool_are_handed_back_and_no_others(star
         "elsewhere": "Crashed",
     }
     assert state_of(before) == "Crashed", "somebody may have left it so"
+    assert task_states(wanted["crashed"]) == ["Crashed"], "its process is gone, too"
+    assert task_states(wanted["last"]) == ["Completed"]
     assert f"flow run {wanted['crashed']} is tried again, as its process died" in said
     assert f"flow run {wanted['pending']} is tried again, as its worker died" in said
 
