@@ -13,8 +13,8 @@ import shutil
 import sqlite3
 import stat
 import sys
-import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -74,13 +74,11 @@ def _is_whole(database: Path) -> bool:
 def _keep(database: Path, kept: Path) -> None:
     """A copy of what a database holds now, also where its server has not moved it out of its log yet."""
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-        copy = Path(folder) / kept.name
+    with _put_at(kept) as copy:
         with closing(sqlite3.connect(database)) as made, closing(sqlite3.connect(copy)) as written:
             made.backup(written)
             written.execute("PRAGMA journal_mode = DELETE")  # the whole of it in one file
         copy.chmod(0o600)
-        _put(copy, kept)
 
 
 def _copy(kept: Path, database: Path) -> bool:
@@ -89,18 +87,23 @@ def _copy(kept: Path, database: Path) -> bool:
         for end in ("-wal", "-shm", "-journal"):
             # Of a database that somebody deleted: SQLite would write what it holds into the copy.
             database.with_name(database.name + end).unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory(dir=database.parent) as folder:
-            copy = Path(folder) / database.name
+        with _put_at(database) as copy:
             shutil.copyfile(kept, copy)
-            _put(copy, database)
     except OSError as error:
         sys.stderr.write(f"the tables of a new Prefect server cannot be copied from {kept}: {error}\n")
         return False
     return True
 
 
-def _put(made: Path, place: Path) -> None:
-    """Under its name at once, and whole also after a power cut."""
-    with made.open("rb+") as written:
-        os.fsync(written.fileno())
-    made.replace(place)
+@contextmanager
+def _put_at(place: Path) -> Iterator[Path]:
+    """A file beside ``place``, which has that name once the block has written it, whole also after a power cut."""
+    made = place.with_name(f"{place.name}.{os.getpid()}.new")
+    made.unlink(missing_ok=True)
+    try:
+        yield made
+        with made.open("rb+") as written:
+            os.fsync(written.fileno())
+        made.replace(place)
+    finally:
+        made.unlink(missing_ok=True)
