@@ -55,6 +55,8 @@ MAKES_PROCESSES = "get_mp_context"
 """vLLM's function that gives the context of multiprocessing by which it makes a process."""
 _SEMAPHORE = "sem."
 """What the system puts before the name of a semaphore."""
+LONGEST_SLEEP_MS = 5
+"""Of an engine process that waits for a message, until it looks whether there is one of which it was not told."""
 _LOOK_SECONDS = 0.5
 _WORKERS, _ENGINES = "worker-failure", "engine-failure"
 """How the names of files begin in which an engine's processes leave why they end."""
@@ -303,13 +305,15 @@ def sleep_while_waiting() -> None:
 
     vLLM's two processes exchange a message a step, and spin for a second after each message before they sleep. On a CPU
     a step is long, and the core that the waiting process spins on is one that could compute. In the first second they
-    spin still, since a notification that is sent before the reader's socket is connected is lost.
+    spin still, since a notification that is sent before the reader's socket is connected is lost. Later ones may be
+    lost, too, and vLLM, which seldom sleeps amid work, then looks by itself after 5 s: here that were 5 s a step.
     """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        SpinCondition.record_read = _forget_read
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LONGEST_SLEEP_MS
+        shm_broadcast.SpinCondition.record_read = _forget_read
 
 
 def _forget_read(self: Any) -> None:

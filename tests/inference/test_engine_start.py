@@ -289,12 +289,18 @@ def test_an_engine_of_one_thread_is_bound_to_no_core(monkeypatch, cores, own, th
 @pytest.mark.engine
 def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch, tmp_path):
     import zmq
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-    from rollout_core.inference.engine_process import sleep_while_waiting
+    from rollout_core.inference.engine_process import LONGEST_SLEEP_MS, sleep_while_waiting
 
     monkeypatch.setattr(SpinCondition, "record_read", SpinCondition.record_read)
+    interval = "SHM_READER_RECHECK_INTERVAL_MS"
+    monkeypatch.setattr(shm_broadcast, interval, getattr(shm_broadcast, interval))
     sleep_while_waiting()
+    for may_wait_for_ever in (True, False):  # a worker for its next step, an engine for its worker's answer
+        wait = MessageQueue.ReadTimeoutWithWarnings(timeout=None, should_warn=not may_wait_for_ever)
+        assert wait.timeout_ms() == LONGEST_SLEEP_MS, "a notification that is lost costs no more"
     with zmq.Context() as context:
         address = f"ipc://{tmp_path}/notify"
         writer = SpinCondition(is_reader=False, context=context, notify_address=address)
