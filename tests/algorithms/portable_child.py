@@ -1,26 +1,61 @@
-"""Tiny updates as content ids, for processes of other machines: ``python portable_child.py FOLDER NAME...``.
+"""Tiny updates as content ids, for processes of other machines: ``python portable_child.py FOLDER [NAME...]``.
 
-NAME is ``sft`` or ``ppo`` (made-up completions), or ``engine``: one PPO iteration on what vLLM generates. The model is
-made here as well, so nothing comes from another process. Prints a JSON object of content ids by name.
+NAME is one of `algorithms`, or by default each of them; those that learn on policy do so from made-up completions.
+``engine`` is one PPO iteration on what vLLM generates. The model is made here as well, so nothing comes from another
+process. Prints a JSON object of content ids by name.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rollout_core.base.determinism import prepare_environment
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 
+if TYPE_CHECKING:
+    from rollout_core.algorithms.context import UpdateContext
+    from rollout_core.objects.records import Checkpoint
 
-def model(folder: Path) -> Path:
+
+def model(folder: Path, *, seed: int = 1) -> Path:
     """Heads of 32: vLLM has no CPU kernels for smaller ones."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     from make_tiny import make_model
 
-    make_model(folder / "model", hidden_size=128, num_layers=2, seed=1)
-    return folder / "model"
+    made = folder / f"model-{seed}"
+    if not made.exists():
+        make_model(made, hidden_size=128, num_layers=2, seed=seed)
+    return made
+
+
+def algorithms(folder: Path) -> dict[str, Callable[[UpdateContext, Path], Checkpoint]]:
+    """An update of each algorithm and each of its losses. ``folder`` is for a teacher."""
+    from updates import UPDATES, grpo, preference_update
+
+    from rollout_core.config import Distillation, ModelSource
+
+    def of_pairs(place: UpdateContext, model: Path, **changes: Any) -> Checkpoint:
+        return preference_update("dpo", model, place, **changes)
+
+    def gkd(place: UpdateContext, policy: Path) -> Checkpoint:
+        distillation = Distillation(teacher=ModelSource(uri="x"), beta=0.5)
+        return grpo(place, policy, teacher=model(folder, seed=2), loss="gkd", distillation=distillation, kl_coef=0.0)
+
+    return {
+        **{name: UPDATES[name] for name in ("sft", "rm", "dpo", "ipo", "kto", "orpo", "ppo", "grpo")},
+        "simpo": partial(of_pairs, loss="simpo", beta=2.0, gamma=1.0),
+        "dapo": partial(grpo, loss_type="dapo", clip_high=0.28, kl_coef=0.0),
+        "gspo": partial(grpo, loss="gspo", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
+        "cispo": partial(grpo, loss="cispo", clip_low=1.0, clip_high=4.0, kl_coef=0.0),
+        "reinforce": partial(grpo, loss="reinforce", baseline="leave_one_out", epochs=1, kl_coef=0.0),
+        "online_dpo": partial(grpo, loss="online_dpo", minibatch_size=2, kl_coef=0.0),
+        "gkd": gkd,
+    }
 
 
 def engine(folder: Path) -> dict[str, ContentId]:
@@ -35,7 +70,7 @@ def engine(folder: Path) -> dict[str, ContentId]:
     from rollout_core.models.pretrained import load_tokenizer
     from rollout_core.objects.records import Scores
 
-    place, files = update_context(folder, num_threads=2), model(folder)
+    place, files = update_context(folder / "engine", num_threads=2), model(folder)
     start = place.objects.put_tree(files)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     size = len(load_tokenizer(files))
@@ -77,17 +112,16 @@ def engine(folder: Path) -> dict[str, ContentId]:
 
 def main() -> None:
     prepare_environment()
-    from updates import ppo, sft, update_context
+    from updates import update_context
 
     folder, names = Path(sys.argv[1]), sys.argv[2:]
+    updates = algorithms(folder)
     found: dict[str, ContentId] = {}
-    for name in names:
-        own = folder / name
+    for name in names or updates:
         if name == "engine":
-            found |= engine(own)
+            found |= engine(folder)
         else:
-            update = {"sft": sft, "ppo": ppo}[name]
-            found[name] = update(update_context(own, num_threads=2), model(own)).train_state
+            found[name] = updates[name](update_context(folder / name, num_threads=2), model(folder)).train_state
     sys.stdout.write(json.dumps(found))
 
 

@@ -180,11 +180,13 @@ def grpo(
     model: Path,
     *,
     on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    teacher: Path | None = None,
     **changes,
 ) -> Checkpoint:
     """As `ppo`, with groups of two and a KL to the reference."""
     settings = GRPO_SETTINGS.model_copy(update=changes)
     start = place.objects.put_tree(model)
+    taught = {} if teacher is None else {"teacher": place.objects.put_tree(teacher)}
     policy, train_state, checkpoint = start, None, None
     for iteration in (1, 2):
         scores, samples = scored_completions(place.objects, seed=iteration)
@@ -192,7 +194,7 @@ def grpo(
         if settings.replay is not None and iteration == 2:
             scores, samples, again = replayed_completions(place.objects)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
-        checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own, replayed=again)
+        checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own, replayed=again, **taught)
         on_checkpoint(checkpoint)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
