@@ -24,8 +24,8 @@ import pyarrow
 import torch
 from safetensors.torch import load_file
 
-from flows.connections import object_store
 from rollout_core.objects import SnapshotStore
+from tasks.runtime.prefect_server import object_store
 
 FILES = {"model/model.safetensors": "weights", "optimizer.safetensors": "Adam"}
 

@@ -37,10 +37,10 @@ class Size:
 @contextmanager
 def cluster(folder: Path, num_workers: int) -> Iterator[str]:
     """Address of a scheduler with its workers, each a process, for the length of the block."""
-    from flows.connections import _free_port
     from rollout_core.base.errors import ConfigError
     from rollout_core.config import DaskConfig
     from rollout_core.plans.cluster import check_cluster
+    from tasks.runtime.prefect_server import _free_port
 
     address = f"tcp://127.0.0.1:{_free_port()}"
     place = folder / f"dask-{num_workers}"

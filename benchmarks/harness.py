@@ -62,7 +62,7 @@ def own_place() -> Iterator[Path]:
 @contextmanager
 def own_server(folder: Path) -> Iterator[str]:
     """A Prefect server with its home in ``folder``, for the length of the block."""
-    from flows.connections import prefect_server
+    from tasks.runtime.prefect_server import prefect_server
 
     with prefect_server(folder / "prefect") as address:
         try:

@@ -93,7 +93,7 @@ class Benchmark:
         from rollout_core.inference.base import ModelRef
         from rollout_core.models.locating import import_model
         from rollout_core.models.pretrained import load_tokenizer
-        from tasks import connections
+        from tasks.runtime import connections
 
         self._backend = VLLMBackend(max_model_len=MAX_MODEL_LEN)
         self._source = ModelSource(uri="model")
@@ -128,7 +128,7 @@ class Benchmark:
 
     def _tokens_in(self, path: Path) -> list[list[int]]:
         from rollout_core.data.samples import decode_completions_blob
-        from tasks import connections
+        from tasks.runtime import connections
 
         with path.open(encoding="utf-8") as file:
             blobs = dict.fromkeys(json.loads(line)["completion_blob_id"] for line in file)

@@ -108,7 +108,7 @@ def run_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
     from rollout_core.data.samples import decode_completions_blob
     from rollout_core.inference.vllm_backend import VLLMEngine
     from rollout_core.objects.records import Scores
-    from tasks.connections import objects
+    from tasks.runtime.connections import objects
 
     rows, iterations = read_rows(arguments), arguments.steps + arguments.warm
     num_completions, longest = arguments.batch * arguments.completions, max(len(row["prompt_ids"]) for row in rows)

@@ -29,7 +29,7 @@ from harness import PROJECT, Figures, own_place, quick_asked
 RUN = """
 import time
 import tasks.learn
-from tasks.logs import StepLog
+from tasks.runtime.journal import StepLog
 
 class TimedSteps(StepLog):
     def note(self, row, last_step):

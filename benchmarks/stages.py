@@ -20,7 +20,7 @@ def measure_stages(figures: Figures, *, calls: int, rounds: int) -> None:
 
     from rollout_core.base.ids import ContentId
     from rollout_core.objects.records import Dataset
-    from tasks.stage import current_stage, stage
+    from tasks.runtime.stage import current_stage, stage
 
     @stage(version=1)
     def store_number(number: int) -> Dataset:

@@ -3,7 +3,8 @@
 `rollout ops install` brings the server's automations to what is written here; `make serve` installs what heals, where
 nothing of it is there.
 On SQLite, `prefect server start` of before 3.8.6 may stand still for good when an automation changes (PrefectHQ/prefect
-#23055); the servers that rollout starts do not (`flows.server_process`). `install` probes the server afterwards.
+#23055); the servers that rollout starts do not (`tasks.runtime.server_process`). `install` probes the server
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from prefect.settings import PREFECT_API_URL
 from pydantic import SecretStr
 
 from deployments.supervision import MAX_TRIES
-from flows.nights import SKIPPED
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
+from tasks.runtime.scheduled_runs import SKIPPED
 
 PREFIX = "rollout: "
 """Of the names of all automations that are written here; others are left alone."""

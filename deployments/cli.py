@@ -66,8 +66,8 @@ def install(
     A second time changes nothing. What the last installation was told by options holds until an option says otherwise.
     """
     with one_line_errors(debug):
-        from flows.connections import PREFECT_HOME, prefect_server
         from rollout_core.base.errors import ConfigError
+        from tasks.runtime.prefect_server import PREFECT_HOME, prefect_server
 
         if sum([webhook is not None, notify is not None, quiet]) > 1:
             raise ConfigError("give one of --webhook, --notify and --no-notify")
@@ -140,7 +140,7 @@ def deploy(
     Pools and block types are made where they are not there. Deployments that are there move to the pool.
     """
     with one_line_errors(debug):
-        from flows.connections import PREFECT_HOME, prefect_server
+        from tasks.runtime.prefect_server import PREFECT_HOME, prefect_server
 
         with prefect_server(PREFECT_HOME):
             # Not before: Prefect takes the server's address when it is imported.
@@ -208,7 +208,7 @@ def status(as_json: AsJson = False, debug: Debug = False) -> None:
     """
     with one_line_errors(debug):
         from deployments import probes
-        from flows.connections import PREFECT_HOME
+        from tasks.runtime.prefect_server import PREFECT_HOME
 
         server = probes.find_server(PREFECT_HOME, debug=debug)
         from deployments.status import look, text  # with Prefect, which takes its settings now
@@ -227,7 +227,7 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """
     with one_line_errors(debug):
         from deployments import probes
-        from flows.connections import PREFECT_HOME
+        from tasks.runtime.prefect_server import PREFECT_HOME
 
         server = probes.find_server(PREFECT_HOME, debug=debug)
         from deployments.doctor import Level, examine, text  # with Prefect, which takes its settings now
@@ -251,16 +251,16 @@ def metrics(
     """
     with one_line_errors(debug):
         from deployments import probes
-        from flows.connections import PREFECT_HOME
         from rollout_core.base.errors import ConfigError
         from rollout_core.base.settings import locations
+        from tasks.runtime.prefect_server import PREFECT_HOME
 
         server = probes.find_server(PREFECT_HOME, debug=debug)
         if server.address is None:
             raise ConfigError(server.trouble or "no Prefect server")
         from deployments.metrics import serve  # with Prefect, which takes its settings now
         from deployments.status import look
-        from tasks.events import STDERR
+        from tasks.runtime.events import STDERR
 
         events = locations().events
         file = None if events in (None, STDERR) else Path(events)
@@ -316,8 +316,8 @@ def ui(
     of PREFECT_API_URL, or the one that runs in this folder.
     """
     with one_line_errors(debug):
-        from flows.connections import storage_and_database
         from rollout_core.base.errors import ConfigError
+        from tasks.runtime.prefect_server import storage_and_database
 
         api_key = None if api_key_env is None else os.environ.get(api_key_env)
         if api_key_env is not None and not api_key:

@@ -7,10 +7,10 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-import flows.nights  # noqa: F401 - a run whose place is lost goes on
+import tasks.runtime.scheduled_runs  # noqa: F401 - a run whose place is lost goes on
 from deployments.cloud_doctor import Provider, examined, text
 from rollout_core.base.errors import Fatal
-from tasks.logs import stage_logger
+from tasks.runtime.journal import stage_logger
 
 
 @flow(name="cloud-doctor", flow_run_name="cloud-doctor", persist_result=False)

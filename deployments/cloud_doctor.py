@@ -25,7 +25,6 @@ from ulid import ULID
 
 from deployments.probes import free_bytes, look_at_database, one_line
 from deployments.spot import Kind, machine_type, metadata
-from flows.connections import object_store
 from rollout_core.base.determinism import machine_memory
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.processes import gibibytes
@@ -38,6 +37,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.objects.files import CHUNK_BYTES, storage_faults
 from rollout_core.store.bridge.running import look_at_queue
+from tasks.runtime.prefect_server import object_store
 
 Provider = Literal["local", "aws", "gcp"]
 NAMES = ("reachability", "auth", "object_store", "queue", "secret_store", "compute_hint", "content_id_roundtrip")

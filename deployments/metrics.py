@@ -1,7 +1,8 @@
 """`rollout ops metrics`: figures for Prometheus, of the pipeline, the learners, the engines and the store.
 
 Two sources: what `rollout ops status` sees, looked at again and again in the background, so that a scrape never waits;
-and the events of this machine's runs (`tasks.events`), of which the file is followed. Counters begin with the file.
+and the events of this machine's runs (`tasks.runtime.events`), of which the file is followed. Counters begin with the
+file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pydantic import ValidationError
 from deployments.status import Status
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import without_passwords
-from tasks.events import (
+from tasks.runtime.events import (
     EVENT,
     Event,
     Promoted,

@@ -17,9 +17,9 @@ from prefect.exceptions import ParameterBindError, ParameterTypeError
 from prefect.states import Failed
 
 from deployments.worker import REFUSED
-from flows.recording import record_refused
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import Settings, apply_overrides, as_given, parse_config
+from tasks.runtime.run_record import record_refused
 
 
 def refuse_if_wrong(client: SyncPrefectClient, run_id: UUID) -> bool:

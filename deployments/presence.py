@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from rollout_core.base.stopping import in_thread
 from rollout_core.store.sql.leases import Lease, LeaseBook
-from tasks.connections import open_store
+from tasks.runtime.connections import open_store
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 45.0

@@ -24,7 +24,6 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from flows.connections import connections, running_server
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password, without_passwords
 from rollout_core.inference.folders import LocalFolder
@@ -32,6 +31,7 @@ from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.runs.records import RunRecords, silent_seconds
 from rollout_core.store.connections import Connections, plain_connections
 from rollout_core.store.sql.by_url import count_all
+from tasks.runtime.prefect_server import connections, running_server
 
 LOOK_SECONDS = 15.0
 """The longest that a part is looked at; all are looked at side by side."""

@@ -52,10 +52,10 @@ from deployments.probes import (
     table,
     when,
 )
-from flows.nights import SKIPPED
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.processes import gibibytes
 from rollout_core.base.settings import without_passwords
+from tasks.runtime.scheduled_runs import SKIPPED
 
 LATE_AFTER = timedelta(minutes=1)
 """A run that should have begun so long ago is late."""

@@ -379,7 +379,7 @@ def work(
 
 def _presence(pool: str, name: str) -> Presence | None:
     """None where the database is a file of this machine."""
-    from tasks.connections import machines_meet
+    from tasks.runtime.connections import machines_meet
 
     if not machines_meet():
         return None
@@ -439,7 +439,7 @@ def give_back(run_id: str, reason: str, *, is_drained: bool = True, worker: str 
     from prefect.exceptions import ObjectNotFound
     from prefect.states import AwaitingRetry, Cancelled, Crashed
 
-    from flows.flow_run import end_task_runs, hand_back
+    from tasks.runtime.flow_run import end_task_runs, hand_back
 
     with get_client(sync_client=True) as client:
         try:

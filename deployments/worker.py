@@ -22,8 +22,8 @@ from prefect.settings import PREFECT_WORKER_HEARTBEAT_SECONDS
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from deployments.supervision import give_back, runs_of
-from flows import outage_logs
 from rollout_core.base.garbage import collect_seldom
+from tasks.runtime import outage_logs
 
 if TYPE_CHECKING:
     from uuid import UUID

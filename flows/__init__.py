@@ -5,42 +5,41 @@ Names are imported when they are first used; the nightly flow, which has its mod
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
-from uuid import UUID
 
 import lazy_loader
 
-from rollout_core.base.determinism import NUMERICS, hold_numerics, prepare_environment
-from rollout_core.base.garbage import collect_seldom
+from rollout_core.base import moved
 from rollout_core.base.own_packages import require_own
 
-
-def requested_numerics(parameters: Mapping[str, Any]) -> Any:
-    """The ``numerics`` of a flow run's configuration, after the overrides that the nightly flow takes; None where the
-    parameters leave it out."""
-    config, overrides = parameters.get("config"), parameters.get("overrides")
-    requested = config.get("numerics") if isinstance(config, Mapping) else None
-    return overrides.get("numerics", requested) if isinstance(overrides, Mapping) else requested
-
-
-def _parameters_of(flow_run_id: str) -> Mapping[str, Any]:
-    from prefect import get_client  # commands import this package, too, and most of them need no Prefect
-
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(UUID(flow_run_id)).parameters
-
-
-# Every process that runs a flow imports this package first, before torch reads its environment.
-prepare_environment()
 require_own("tasks", "blocks")
-if "PREFECT__FLOW_RUN_ID" in os.environ:  # started by a worker for one flow run
-    collect_seldom()
-    if NUMERICS not in os.environ:  # its parameters say how it is to compute
-        hold_numerics(requested_numerics(_parameters_of(os.environ["PREFECT__FLOW_RUN_ID"])))
-# OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
-# training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+import tasks.runtime  # noqa: E402, F401 - first of all, see there; `tasks` is ours, as was just made sure
+
+moved.alias(
+    __name__,
+    {
+        "connections": "tasks.runtime.prefect_server",
+        "dask": "tasks.runtime.dask",
+        "dask.fleet": "tasks.runtime.dask.fleet",
+        "dask.worker": "tasks.runtime.dask.worker",
+        "flow_run": "tasks.runtime.flow_run",
+        "nights": "tasks.runtime.scheduled_runs",
+        "outage_logs": "tasks.runtime.outage_logs",
+        "placement": "tasks.runtime.dask.placed_stages",
+        "planning": "tasks.runtime.planning",
+        "recording": "tasks.runtime.run_record",
+        "server_process": "tasks.runtime.server_process",
+        "server_tables": "tasks.runtime.server_tables",
+        "summary": "tasks.runtime.summary",
+    },
+)
+
+_attached, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "prefect_server":  # where it was in earlier versions
+        return import_module(f"{__name__}.connections").prefect_server
+    return _attached(name)

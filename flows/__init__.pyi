@@ -4,9 +4,6 @@ from .agent import (
 from .batch import (
     batch_inference as batch_inference,
 )
-from .connections import (
-    prefect_server as prefect_server,
-)
 from .online import (
     learn_online as learn_online,
 )

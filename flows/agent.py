@@ -12,9 +12,7 @@ from typing import Any, TypedDict
 from prefect import flow
 
 from flows.candidate import reason_of
-from flows.flow_run import recompute_missing
 from flows.keeping import file_state, keeping
-from flows.recording import record_refusal
 from flows.report import (
     PAGE,
     Curve,
@@ -37,14 +35,16 @@ from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint,
 from rollout_core.plans.agent_plan import plan_agent
 from rollout_core.plans.plan import context_limit
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
-from tasks.artifacts import draw_curve
-from tasks.connections import current_connections, objects, open_store, working_folder
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
-from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import Promotion, in_base_precision, latest_model, precision_of, promote
-from tasks.rehearsing import planned, stages_end
-from tasks.stage import retry
+from tasks.runtime.artifacts import draw_curve
+from tasks.runtime.connections import current_connections, objects, open_store, working_folder
+from tasks.runtime.dry_run import planned, stages_end
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal, Outcome, log_iteration
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.stage import retry
 
 NUM_GAINED, NUM_LOST = 3, 1
 """Tasks that are shown: of those whose reward rose most, and of those whose reward fell most."""

@@ -19,8 +19,6 @@ from prefect.context import FlowRunContext
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from flows.flow_run import recompute_missing, through_stderr
-from flows.recording import record_refusal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig, WorkersConfig
 from rollout_core.inference.batch import Progress as ShardProgress
@@ -42,24 +40,17 @@ from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import ShardCompletions
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
-from tasks import artifacts, connections
-from tasks.artifacts import draw_histogram
-from tasks.batch import (
-    FanOut,
-    Fleet,
-    Reporting,
-    ShardJob,
-    help_shard,
-    import_prompts,
-    infer_shard,
-    local_fleet,
-    write_completions,
-)
-from tasks.connections import current_connections, objects, working_folder
+from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_shard, write_completions
 from tasks.imports import import_model
-from tasks.logs import Journal, Outcome, Speed, stage_logger
-from tasks.rehearsing import current_rehearsal, planned, stages_end
-from tasks.stage import retry
+from tasks.runtime import artifacts, connections
+from tasks.runtime.artifacts import draw_histogram
+from tasks.runtime.connections import current_connections, objects, working_folder
+from tasks.runtime.dry_run import current_rehearsal, planned, stages_end
+from tasks.runtime.fan_out import FanOut, Fleet, local_fleet
+from tasks.runtime.flow_run import recompute_missing, through_stderr
+from tasks.runtime.journal import Journal, Outcome, Speed, stage_logger
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.stage import retry
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
@@ -279,7 +270,7 @@ def open_fleet(workers: WorkersConfig, run_id: str) -> Iterator[Fleet]:
             yield fleet
     else:
         # Dask need not be installed for workers of this machine.
-        from flows.dask.fleet import dask_fleet
+        from tasks.runtime.dask.fleet import dask_fleet
 
         with dask_fleet(workers, workers.dask, run_id) as fleet:
             yield fleet

@@ -6,9 +6,7 @@ from typing import Any, TypedDict
 
 from prefect import flow
 
-from flows.flow_run import recompute_missing
 from flows.nightly_steps import evaluate_held_out, judge_of
-from flows.recording import record_refusal
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
@@ -18,13 +16,15 @@ from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.promotion.evidence import same_prompts
 from rollout_core.promotion.history import evidence_for
-from tasks import artifacts
-from tasks.connections import current_connections, objects, working_folder
+from rollout_core.rewards.kept import close_rewards
 from tasks.imports import import_prompts
-from tasks.logs import Journal, Outcome, stage_logger
 from tasks.promotion import latest_model, roll_back
-from tasks.score import close_rewards
-from tasks.stage import refresh_name, retry
+from tasks.runtime import artifacts
+from tasks.runtime.connections import current_connections, objects, working_folder
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal, Outcome, stage_logger
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.stage import refresh_name, retry
 
 
 class Verdict(TypedDict):

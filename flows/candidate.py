@@ -18,7 +18,6 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Scheduled
 from pydantic import Field, ValidationError
 
-from flows.flow_run import SEND_SECONDS, WORKERS_RUN
 from flows.nightly_steps import SampleComparison, compare_samples
 from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError, RolloutError
@@ -28,11 +27,12 @@ from rollout_core.config import PromotionConfig
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import EvalReport
 from rollout_core.promotion.candidates import Candidate, forget_candidate, read_candidate
-from tasks import artifacts
 from tasks.approval import PROMOTED, REJECTED, ask_a_person, decide
-from tasks.artifact_sender import SENDER
-from tasks.connections import objects
 from tasks.promotion import Promotion, show_evidence
+from tasks.runtime import artifacts
+from tasks.runtime.artifact_sender import SENDER
+from tasks.runtime.connections import objects
+from tasks.runtime.flow_run import SEND_SECONDS, WORKERS_RUN
 
 SETTLE_SECONDS = 5.0
 """Before a run suspends itself. Its first heartbeat has to come to the server before that does: otherwise it is the

@@ -8,15 +8,15 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-import flows.nights  # noqa: F401 - a run whose place is lost goes on
+import tasks.runtime.scheduled_runs  # noqa: F401 - a run whose place is lost goes on
 from rollout_core.base.locks import sweep
 from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import Cleaned, clean, named_by_database
 from rollout_core.objects.local_trees import evict_local_trees
-from tasks.connections import AGENT_LOGS, cache_folder, current_connections, lock_folder, objects
-from tasks.logs import stage_logger
-from tasks.stage import retry
+from tasks.runtime.connections import AGENT_LOGS, cache_folder, current_connections, lock_folder, objects
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import retry
 
 OLD_LOCK_SECONDS = 30 * 86400.0
 OLD_LOG_SECONDS = 30 * 86400.0

@@ -32,12 +32,12 @@ from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.unstored import unstored_model
-from tasks.connections import cache_folder
 from tasks.learn import StatesHere, states_here
-from tasks.logs import current_journal, stage_logger
-from tasks.placing import place_of
-from tasks.rehearsing import RehearsedCall, current_rehearsal, is_stand_in, rehearsal_remark
-from tasks.stage import computing_again, stop_signal
+from tasks.runtime.connections import cache_folder
+from tasks.runtime.dry_run import RehearsedCall, current_rehearsal, is_stand_in, rehearsal_remark
+from tasks.runtime.journal import current_journal, stage_logger
+from tasks.runtime.placement import place_of
+from tasks.runtime.stage import computing_again, stop_signal
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class _Asked(Generic[T]):
 
 
 class UpdateStage(Protocol):
-    """What is asked of an update, see `tasks.stage.Stage`."""
+    """What is asked of an update, see `tasks.runtime.stage.Stage`."""
 
     name: str
 
@@ -270,7 +270,7 @@ class TrainingStates:
         stage_logger().info("training states or models that are not stored are computed again: %s", labels)
         for done in missing:
             named = done.checkpoint.train_state
-            if place_of(done.stage) is not None:  # a worker computes only what does not count any more
+            if place_of("learning") is not None:  # a worker computes only what does not count any more
                 self._snapshots.forget(named)
             with computing_again():
                 again = self._run(done.number, done.compute, expected=done.checkpoint)

@@ -24,11 +24,11 @@ from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_st
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
-from tasks.connections import objects, open_store
-from tasks.logs import stage_logger
 from tasks.promotion import snapshot
-from tasks.rehearsing import current_rehearsal
-from tasks.stage import retry
+from tasks.runtime.connections import objects, open_store
+from tasks.runtime.dry_run import current_rehearsal
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import retry
 
 J = TypeVar("J")
 R = TypeVar("R")

@@ -34,7 +34,6 @@ from rollout_core.objects.records import Checkpoint, Completions, Dataset, Promp
 from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.evidence import PolicyRewards, reward_hacking
 from rollout_core.rewards.source_ids import source_id
-from tasks.connections import objects, working_folder
 from tasks.generate import batch_inference, enqueue_prompts, load_ahead
 from tasks.imports import (
     import_held_out,
@@ -46,8 +45,9 @@ from tasks.imports import (
     import_unpaired,
 )
 from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
-from tasks.logs import log_iteration
-from tasks.rehearsing import is_stand_in, rehearsal_remark
+from tasks.runtime.connections import objects, working_folder
+from tasks.runtime.dry_run import is_stand_in, rehearsal_remark
+from tasks.runtime.journal import log_iteration
 from tasks.score import evaluate, score_rewards, select_groups
 
 

@@ -24,10 +24,10 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.urls import url_for
 
-from flows.nights import SKIPPED
-from flows.summary import KEY as SUMMARY
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
-from tasks.logs import stage_logger
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.scheduled_runs import SKIPPED
+from tasks.runtime.summary import KEY as SUMMARY
 
 _MARKS = re.compile(r"\*\*|\\(?=[^\w\s])|^- ", re.MULTILINE)
 

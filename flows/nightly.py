@@ -8,7 +8,6 @@ from typing import Any, TypedDict, cast
 from prefect import flow
 
 from flows.candidate import reason_of
-from flows.flow_run import recompute_missing
 from flows.keeping import keeping
 from flows.learning import learn_from_rows
 from flows.nightly_steps import (
@@ -23,8 +22,6 @@ from flows.nightly_steps import (
     outcome_of,
     write_report,
 )
-from flows.nights import skipped_for_newer
-from flows.recording import record_refusal
 from flows.report import figure_of_steps
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
@@ -32,13 +29,16 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
-from tasks.connections import current_connections, objects, working_folder
+from rollout_core.rewards.kept import close_rewards
 from tasks.imports import import_model, import_prompts, import_sft
-from tasks.logs import Journal
 from tasks.promotion import in_base_precision, latest_model, precision_of, promote
-from tasks.rehearsing import planned, stages_end
-from tasks.score import close_rewards
-from tasks.stage import retry
+from tasks.runtime.connections import current_connections, objects, working_folder
+from tasks.runtime.dry_run import planned, stages_end
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.scheduled_runs import skipped_for_newer
+from tasks.runtime.stage import retry
 
 
 class NightlyResult(TypedDict):

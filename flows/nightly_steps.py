@@ -35,12 +35,12 @@ from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.evidence import Divergence, GuardReports
 from rollout_core.rewards.source_ids import source_id
 from rollout_core.runs.samples import shown_prompt
-from tasks import connections
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
-from tasks.logs import Outcome, StageEntry
+from tasks.runtime import connections
+from tasks.runtime.journal import Outcome, StageEntry
+from tasks.runtime.stage import retry
 from tasks.score import evaluate, evaluate_by, measure_kl
-from tasks.stage import retry
 
 PROGRESS_PNG = "progress.png"
 SHOWN_SAMPLES = 8

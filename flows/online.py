@@ -10,8 +10,6 @@ from typing import TypedDict
 from prefect import flow
 from prefect.context import FlowRunContext
 
-from flows.flow_run import recompute_missing
-from flows.recording import record_refusal
 from flows.report import PAGE, Curve, page, shown_curve, stages_section
 from rollout_core.agents.live import NOT_LEARNABLE, PastUpdate
 from rollout_core.base.errors import Recoverable, Stopped
@@ -25,11 +23,8 @@ from rollout_core.objects.records import AgentRollouts, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_online
 from rollout_core.plans.plan import context_limit
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
-from tasks.artifacts import draw_curve
-from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
-from tasks.logs import Journal, Outcome, log_iteration, stage_logger
 from tasks.online import (
     NOT_HELD_OUT,
     begin_online,
@@ -41,8 +36,13 @@ from tasks.online import (
     take_live_batch,
 )
 from tasks.promotion import promote
-from tasks.rehearsing import planned, stages_end
-from tasks.stage import retry
+from tasks.runtime.artifacts import draw_curve
+from tasks.runtime.connections import current_connections, objects, working_folder
+from tasks.runtime.dry_run import planned, stages_end
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal, Outcome, log_iteration, stage_logger
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.stage import retry
 
 MOST_STAGES = 500
 """Of the last ones the report tells, and this process keeps."""

@@ -10,9 +10,9 @@ from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.partial_rollouts import Carried, carried_behind, decode_carried, num_foreign
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
-from tasks.logs import stage_logger
 from tasks.partial_rollouts import continue_samples, join_completions
-from tasks.rehearsing import is_stand_in, rehearsal_remark
+from tasks.runtime.dry_run import is_stand_in, rehearsal_remark
+from tasks.runtime.journal import stage_logger
 
 
 class Carrying:

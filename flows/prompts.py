@@ -10,8 +10,6 @@ from typing import TypedDict
 
 from prefect import flow
 
-from flows.flow_run import recompute_missing
-from flows.recording import record_refusal
 from flows.report import PAGE, Curve, capitalized, page, shown_curve, stages_section
 from rollout_core.agents.apo import Candidate, keep_best, parents_of
 from rollout_core.base.ids import ContentId
@@ -24,13 +22,15 @@ from rollout_core.plans.agent_plan import plan_prompt
 from rollout_core.plans.plan import context_limit
 from rollout_core.store.types import RolloutMode
 from tasks.agents import close_agents, enqueue_tasks, import_agent, run_agents, template_of
-from tasks.artifacts import draw_curve
-from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
-from tasks.logs import Journal, Outcome, stage_logger
 from tasks.prompts import PromptPromotion, critique_prompt, edit_prompt, import_prompt, promote_prompt
-from tasks.rehearsing import planned, stages_end
-from tasks.stage import retry
+from tasks.runtime.artifacts import draw_curve
+from tasks.runtime.connections import current_connections, objects, working_folder
+from tasks.runtime.dry_run import planned, stages_end
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal, Outcome, stage_logger
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.stage import retry
 
 TEMPLATE_FILE = "best-template.txt"
 

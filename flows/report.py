@@ -14,10 +14,10 @@ from importlib.metadata import version
 from rollout_core.base.ids import content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
-from tasks.artifacts import draw_curve
-from tasks.logs import StageEntry
-from tasks.rehearsing import is_stand_in
-from tasks.stage import retry
+from tasks.runtime.artifacts import draw_curve
+from tasks.runtime.dry_run import is_stand_in
+from tasks.runtime.journal import StageEntry
+from tasks.runtime.stage import retry
 
 PAGE = "index.html"
 _PICTURE_REFS = "pictures"

@@ -13,7 +13,6 @@ from typing import Any, cast, get_args, get_type_hints
 from prefect import flow
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flows.flow_run import recompute_missing
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId
@@ -24,13 +23,14 @@ from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
 from rollout_core.objects.imports import code_behind
 from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
+from rollout_core.rewards.kept import close_rewards
 from rollout_core.rewards.source_ids import hold_source
 from rollout_core.rewards.user_code import UserCode
 from tasks.agents import close_agents
-from tasks.connections import objects, storage_at
-from tasks.logs import Journal
-from tasks.score import close_rewards
-from tasks.stage import Stage
+from tasks.runtime.connections import objects, storage_at
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal
+from tasks.runtime.stage import Stage
 
 MODULES = ("batch", "generate", "score", "learn", "partial_rollouts", "promotion", "prompts", "agents")
 """Of `tasks`, those whose cached stages make results."""

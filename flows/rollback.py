@@ -7,10 +7,10 @@ from typing import TypedDict
 
 from prefect import flow
 
-from flows.flow_run import WORKERS_RUN
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import watching
 from tasks.promotion import roll_back
+from tasks.runtime.flow_run import WORKERS_RUN
 
 
 class Served(TypedDict):

@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 
 from prefect import flow
 
-from flows.flow_run import recompute_missing
 from flows.keeping import keeping
 from flows.learning import learn_from_rows, policy_iterations
 from flows.partial_rollouts import taken_up
-from flows.recording import record_refusal
 from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
@@ -32,18 +30,20 @@ from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import MODEL_FOLDER, SnapshotStore
 from rollout_core.plans.learner_plan import plan_training
+from rollout_core.rewards.kept import close_rewards
 from rollout_core.rewards.source_ids import source_id
-from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import (
     import_model,
     import_prompts,
     import_reward,
     start_snapshot,
 )
-from tasks.logs import Journal, Outcome
-from tasks.rehearsing import planned, stages_end
-from tasks.score import close_rewards
-from tasks.stage import retry
+from tasks.runtime.connections import current_connections, objects, working_folder
+from tasks.runtime.dry_run import planned, stages_end
+from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.journal import Journal, Outcome
+from tasks.runtime.run_record import record_refusal
+from tasks.runtime.stage import retry
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 

@@ -33,16 +33,16 @@ from rollout_core.objects.unstored import local_model
 from rollout_core.store import EnqueueRolloutRequest, NamedResources, PromptTemplate, RolloutConfig
 from rollout_core.store.loops import LoopThread
 from rollout_core.store.types import RolloutMode
-from tasks import artifacts, connections
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, refresh_name, stage
+from tasks.runtime import artifacts, connections
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, refresh_name, stage
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 1_000
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_agent(agent: AgentConfig) -> AgentSource:
     """File the code of an agent, with what of the user's own it imports. What runs from then on is this code."""
     objects, code = current_stage().objects, AgentCode.read(agent.function, connections.working_folder())
@@ -128,7 +128,7 @@ async def _enqueue(
     return [row["rollout_id"] for row in rows]
 
 
-@stage(version=1, concurrency="engine", optional=("prompt",))
+@stage(version=1, concurrency="engine", optional=("prompt",), time="agents")
 def run_agents(
     tasks: AgentTasks,
     source: AgentSource,

@@ -18,10 +18,10 @@ from rollout_core.objects.records import BlobId, Record
 from rollout_core.promotion import history
 from rollout_core.promotion.candidates import Candidate, file_candidate, read_candidate
 from rollout_core.runs.decisions import note_decision
-from tasks import connections, events
-from tasks.logs import stage_logger
 from tasks.promotion import Promotion, withdrawal
-from tasks.stage import current_stage, stage
+from tasks.runtime import connections, events
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
 DEPLOYMENT = "promote-candidate/promote-candidate"
 PROMOTED, REJECTED = "Promoted", "Rejected"

@@ -1,17 +1,13 @@
-"""Stages of batch inference: a prompt set cut into shards, each brought to its completions, and the output written; and
-how the shards are spread over workers."""
+"""Stages of batch inference: a prompt set cut into shards, each brought to its completions, and the output written."""
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
@@ -39,19 +35,17 @@ from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
 from rollout_core.objects.unstored import local_model
-from tasks import artifacts, connections, events
-from tasks.arguments import Arguments
-from tasks.artifacts import import_progress
 from tasks.generate import Help, generator_id
-from tasks.logs import stage_logger
-from tasks.placing import RunsTasks, Submitted
-from tasks.stage import current_stage, stage
+from tasks.runtime import artifacts, connections, events
+from tasks.runtime.arguments import Arguments
+from tasks.runtime.artifacts import import_progress
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
-R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_prompts(config: InferBatchConfig) -> PromptShards:
     """Cut the input into shards in the object store; an input that was read before is not read again."""
     objects = current_stage().objects
@@ -100,7 +94,7 @@ class ShardJob(Arguments):
     """Its number among the run's shards, such as ``3/17``."""
 
 
-@stage(version=3, concurrency="engine", optional=("limit",))
+@stage(version=3, concurrency="engine", optional=("limit",), time="generating")
 def infer_shard(job: ShardJob) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run resumes with what is missing.
 
@@ -111,7 +105,7 @@ def infer_shard(job: ShardJob) -> ShardCompletions:
     return record
 
 
-@stage(version=1, cached=False, retries=0, concurrency="engine")
+@stage(version=1, cached=False, retries=0, concurrency="engine", time="generating")
 def help_shard(job: ShardJob) -> Help:
     """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
     work = _ShardRun(job).help()
@@ -244,66 +238,3 @@ async def _end_times(sample_ids: list[ContentId]) -> dict[str, float]:
                 if rollout.end_time is not None:
                     times[rollout.rollout_id] = rollout.end_time
     return times
-
-
-@dataclass(frozen=True)
-class FanOut(Generic[T, R]):
-    """What is done with each item, on whichever worker has room."""
-
-    submit: Callable[[RunsTasks, T], Submitted[R]]
-    assist: Callable[[RunsTasks, T], Submitted[Any]] | None
-    """Help the item's worker with it; None: nobody can."""
-    progress: Callable[[T], Progress]
-    """How far an item is, as its worker reported; zeros before it did."""
-    name: Callable[[T], str]
-    """What people call an item."""
-    on_result: Callable[[T, R], None]
-    """Receives each result as it comes; what it raises ends the fan-out."""
-
-
-class Fleet(Protocol):
-    """Workers of one machine or of many."""
-
-    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
-        """Results of all items, in their order. An item that raises ends the fan-out."""
-        ...
-
-    def average_workers(self) -> float:
-        """How many workers there were, over the time so far."""
-        ...
-
-
-@contextmanager
-def local_fleet(count: int) -> Iterator[Fleet]:
-    """Threads of this process, one more than workers: while their shards are generated, the next is made ready."""
-    worker = this_worker()
-    events.emit(events.WorkerStart(worker=worker, kind="threads", slots=count))
-    try:
-        with ThreadPoolTaskRunner(max_workers=count + 1) as runner:
-            yield _Threads(runner, count)
-    finally:
-        events.emit(events.WorkerEnd(worker=worker, kind="threads"))
-
-
-class _Threads:
-    def __init__(self, runner: TaskRunner[Any], count: int) -> None:
-        self._runner = runner
-        self._count = count
-
-    def average_workers(self) -> float:
-        return self._count
-
-    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
-        results: dict[int, R] = {}
-        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        under_way: dict[int, Submitted[R]] = {}
-        waiting = iter(range(len(items)))
-        while len(results) < len(items):
-            while len(under_way) <= self._count and (place := next(waiting, None)) is not None:
-                submitted = work.submit(self._runner, items[place])
-                under_way[place] = submitted
-                submitted.when_done(lambda place=place: finished.put(place))
-            place = finished.get()
-            results[place] = under_way.pop(place).result()
-            work.on_result(items[place], results[place])
-        return [results[place] for place in range(len(items))]

@@ -16,9 +16,9 @@ from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Record, Scores
 from rollout_core.objects.unstored import local_model
-from tasks import connections
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.runtime import connections
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
 
 class PromptOrder(Record):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
@@ -28,11 +29,11 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet, Record
 from rollout_core.objects.unstored import local_model
 from rollout_core.store.types import RolloutMode
-from tasks import artifacts, connections, events
 from tasks.curriculum import OpenPrompts
-from tasks.logs import Speed, stage_logger
-from tasks.placing import shared_with
-from tasks.stage import current_stage, stage
+from tasks.runtime import artifacts, connections, events
+from tasks.runtime.journal import Speed, stage_logger
+from tasks.runtime.placement import RunsTasks, Submitted, shared_with
+from tasks.runtime.stage import current_stage, stage
 
 
 @stage(version=3, optional=("seed", "opened", "drawing"))
@@ -110,7 +111,7 @@ def _order(count: int, num_rows: int, seed: int | None) -> list[int]:
     return positions_between(0, count, num_items=num_rows, seed=seed)
 
 
-@stage(version=1, concurrency="engine")
+@stage(version=1, concurrency="engine", time="generating", place="generation")
 def batch_inference(
     prompts: PromptSet,
     sampling: SamplingParams,
@@ -179,7 +180,7 @@ class Help(Record):
     num_samples: int
 
 
-@stage(version=1, cached=False, retries=0, concurrency="engine")
+@stage(version=1, cached=False, retries=0, concurrency="engine", time="generating")
 def help_inference(
     prompts: PromptSet, sampling: SamplingParams, backend: BackendConfig, *, deterministic: bool = True, label: str = ""
 ) -> Help:
@@ -204,6 +205,19 @@ def help_inference(
     run.count.end(work.samples, work.tokens)
     stage_logger().info("%d samples generated for another worker", work.samples)
     return Help(num_samples=work.samples)
+
+
+@batch_inference.helped_by
+def start_help(runner: RunsTasks, inputs: dict[str, Any], key: ContentId) -> Submitted[Help]:
+    """Help with a call whose samples are completed, also that of an evaluation."""
+    return help_inference.submit(
+        runner,
+        inputs["prompts"],
+        inputs["sampling"],
+        inputs["backend"],
+        deterministic=inputs.get("deterministic", True),
+        label=inputs["label"],
+    )
 
 
 class _Generation:

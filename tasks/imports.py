@@ -9,19 +9,28 @@ from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, source_of_rows
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
-from rollout_core.models.locating import import_model as file_model, is_gguf, locate_model
+from rollout_core.models.locating import import_model as file_model, is_gguf, known_model, locate_model
 from rollout_core.objects.addresses import complete_object_id
 from rollout_core.objects.imports import record_import
 from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.records import Dataset, Model
 from rollout_core.objects.snapshots import find_start
-from tasks import connections
-from tasks.artifacts import import_progress
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.runtime import connections
+from tasks.runtime.artifacts import import_progress
+from tasks.runtime.dry_run import rehearsal_remark
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
 
-@stage(version=1, cached=False, imports=True)
+def _known_model(source: ModelSource) -> Model | None:
+    """What `import_model` gives in a dry run."""
+    model, remark = known_model(source, connections.objects(), connections.working_folder())
+    if remark is not None:
+        rehearsal_remark(remark)
+    return None if model is None else Model(model=model)
+
+
+@stage(version=1, cached=False, imports=True, time="importing", in_dry_run=_known_model)
 def import_model(source: ModelSource) -> Model:
     """File a model folder or hub model in the object store; unchanged files are only hashed."""
     found = locate_model(source, connections.working_folder(), download=False)
@@ -33,31 +42,31 @@ def import_model(source: ModelSource) -> Model:
         return Model(model=file_model(source, current_stage().objects, connections.working_folder()))
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_prompts(source: DatasetSource, *, label: str = "") -> Dataset:
     """File prompt rows in the object store in canonical form."""
     return _import(source, PromptRow)
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_sft(source: DatasetSource) -> Dataset:
     """File SFT rows in the object store in canonical form."""
     return _import(source, SftRow)
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_pairs(source: DatasetSource) -> Dataset:
     """File preference pairs in the object store in canonical form."""
     return _import(source, PairRow)
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_unpaired(source: DatasetSource) -> Dataset:
     """File labelled answers in the object store in canonical form."""
     return _import(source, UnpairedRow)
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_tasks(source: DatasetSource, *, label: str = "") -> Dataset:
     """File an agent's tasks in the object store in canonical form."""
     return _import(source, TaskRow)

@@ -35,10 +35,10 @@ from rollout_core.launch.launcher import UpdateName
 from rollout_core.models.chat_templates import written_in_words
 from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import progress_ref
-from tasks import artifacts, connections, events
-from tasks.logs import StepLog, stage_logger, step_figures
-from tasks.rehearsing import current_rehearsal, rehearsal_remark
-from tasks.stage import StageRun, current_stage, stage
+from tasks.runtime import artifacts, connections, events
+from tasks.runtime.dry_run import current_rehearsal, rehearsal_remark
+from tasks.runtime.journal import StepLog, stage_logger, step_figures
+from tasks.runtime.stage import StageRun, current_stage, stage
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def states_here(states: StatesHere) -> Iterator[None]:
         _states_here.reset(token)
 
 
-@stage(version=4, concurrency="learner", optional=("held_out", "start_from", "teacher"))
+@stage(
+    version=4, concurrency="learner", optional=("held_out", "start_from", "teacher"), time="learning", place="learning"
+)
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -109,7 +111,7 @@ def sft_update(
     return _learn_from_rows(UpdateJob("sft", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=4, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=4, concurrency="learner", optional=("held_out", "start_from"), time="learning", place="learning")
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -126,7 +128,7 @@ def rm_update(
     return _learn_from_rows(UpdateJob("rm", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"), time="learning", place="learning")
 def dpo_update(
     model: ContentId,
     reference: ContentId,
@@ -144,7 +146,7 @@ def dpo_update(
     return _learn_from_rows(UpdateJob("preference", settings, inputs, seed, num_threads, label, start_from))
 
 
-@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"), time="learning", place="learning")
 def kto_update(
     model: ContentId,
     reference: ContentId,
@@ -186,7 +188,7 @@ def _show_data(job: UpdateJob, report: DataReport) -> None:
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
 
 
-@stage(version=5, concurrency="learner", optional=("replayed",))
+@stage(version=5, concurrency="learner", optional=("replayed",), time="learning", place="learning")
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,
@@ -206,7 +208,7 @@ def ppo_update(
     return _learn_on_policy(UpdateJob("ppo", settings, inputs, seed, num_threads, label))
 
 
-@stage(version=5, concurrency="learner", optional=("teacher", "replayed"))
+@stage(version=5, concurrency="learner", optional=("teacher", "replayed"), time="learning", place="learning")
 def grpo_update(
     model: ContentId,
     train_state: ContentId | None,

@@ -26,10 +26,10 @@ from rollout_core.objects.local_trees import forget_local_tree
 from rollout_core.objects.records import AgentRollouts, AgentSource, Record
 from rollout_core.promotion.history import Change, change_latest
 from rollout_core.store import LLM, LightningStore, NamedResources, ProxyLLM, SqlLightningStore
-from tasks import connections, events
 from tasks.agents import sessions
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, retry, stage
+from tasks.runtime import connections, events
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, retry, stage
 
 FEED_SECONDS = 0.25
 """Between looks for live rollouts that wait for a runner."""
@@ -53,7 +53,7 @@ class LiveBatch(Record):
     """None: the time was up before there was enough."""
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, time="agents")
 def serve_policy(
     model: ContentId,
     config: LearnOnlineConfig,
@@ -76,7 +76,7 @@ def serve_policy(
     return ServedModel(model=model, url=url)
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, time="agents")
 def take_live_batch(
     model: ContentId,
     config: LearnOnlineConfig,

@@ -13,10 +13,10 @@ from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.unstored import local_model
-from tasks import artifacts, connections
 from tasks.generate import enqueue
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.runtime import artifacts, connections
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
 
 class JoinedCompletions(Completions):

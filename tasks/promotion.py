@@ -29,10 +29,10 @@ from rollout_core.promotion.evidence import (
     judge_kl,
     rewards_by_prompt,
 )
-from tasks import artifacts, connections, events
-from tasks.logs import stage_logger
-from tasks.rehearsing import is_stand_in
-from tasks.stage import current_stage, retry, stage
+from tasks.runtime import artifacts, connections, events
+from tasks.runtime.dry_run import is_stand_in
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, retry, stage
 
 Evaluated = EvalReport | AgentRollouts
 OWN_REPORTS = ("reward", "prompts")
@@ -101,7 +101,15 @@ def in_base_precision(model: ContentId, base: ContentId) -> ContentId:
     return model if dtype in (None, "float32") else round_weights(model, base).model
 
 
-@stage(version=1, cached=False)
+def _latest_by_history(resource: str) -> Latest:
+    """What `latest_model` gives in a dry run, which opens no database."""
+    entries = history.history_of(connections.objects(), resource, last=1)
+    served = entries[-1].model if entries else None
+    is_there = served is not None and connections.objects().tree_is_present(served)
+    return Latest(model=served if is_there else None, served=served)
+
+
+@stage(version=1, cached=False, in_dry_run=_latest_by_history)
 def latest_model(resource: str) -> Latest:
     """What the store's latest resources serve under this name, if its weights are still in the object store."""
     model = served = run_async(_get_latest(resource))

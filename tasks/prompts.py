@@ -19,10 +19,10 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import CriticConfig, TemplateSource
 from rollout_core.objects.imports import record_import, source_of_files
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, BlobId, Record
-from tasks import artifacts, connections
 from tasks.agents import template_of
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.runtime import artifacts, connections
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class PromptPromotion(Record):
     reason: str
 
 
-@stage(version=1, cached=False, imports=True)
+@stage(version=1, cached=False, imports=True, time="importing")
 def import_prompt(source: TemplateSource) -> AgentPrompt:
     """File the template to begin with."""
     base, objects = connections.working_folder(), current_stage().objects
@@ -61,7 +61,7 @@ def import_prompt(source: TemplateSource) -> AgentPrompt:
     return AgentPrompt(name=source.name, engine=source.engine, text=text)
 
 
-@stage(version=1)
+@stage(version=1, time="generating")
 def critique_prompt(
     prompt: AgentPrompt, rollouts: AgentRollouts, critic: CriticConfig, *, seed: int, label: str = ""
 ) -> Critique:
@@ -81,7 +81,7 @@ def critique_prompt(
     return Critique(text=objects.put_bytes(critique.encode()))
 
 
-@stage(version=1)
+@stage(version=1, time="generating")
 def edit_prompt(
     prompt: AgentPrompt, critique: Critique, critic: CriticConfig, *, seed: int, label: str = ""
 ) -> Rewriting:

@@ -15,8 +15,8 @@ from rollout_core.data.replay import Buffer, Drawn, mix
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Record, Scores, SnapshotId
 from rollout_core.objects.snapshots import FINISHED, RUN_NAME, SnapshotStore
-from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.stage import current_stage, stage
 
 
 class Replayed(Record):

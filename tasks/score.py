@@ -6,7 +6,6 @@ import json
 import math
 import random
 import statistics
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,69 +21,39 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.unstored import local_model
 from rollout_core.promotion.evidence import Divergence
-from rollout_core.rewards.loading import load_reward, weighted_sum
+from rollout_core.rewards import kept
+from rollout_core.rewards.loading import weighted_sum
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, Score, as_json, from_json, judge, within_share
-from rollout_core.rewards.source_ids import record_code, source_of
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
-from tasks import artifacts, connections, events
-from tasks.generate import Help, generate
-from tasks.logs import stage_logger
-from tasks.placing import shared_with
-from tasks.stage import current_stage, stage
+from tasks.generate import Help, generate, start_help
+from tasks.runtime import artifacts, connections, events
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.placement import RunsTasks, Submitted, shared_with
+from tasks.runtime.stage import current_stage, stage
 
-KEPT_REWARDS = 4
 NAMED_FAILURES = 3
 """In the log, of those of a scoring."""
 SCORED_SLICES = 64
 """That completions are cut into where workers share them: each costs a reference in object storage."""
-_kept: dict[tuple[ContentId, str, str], RewardFunction] = {}
-_lock = threading.Lock()
 REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
 REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"
 
 
 def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
-    """The reward, running the code that ``reward_source`` is the id of. Raises ConfigError where that is not to be had,
-    and as `load_reward`."""
-    base, objects = connections.working_folder(), current_stage().objects
-    source = source_of(reward, base, reward_source)
-    changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
-    if changed:
-        stage_logger().warning(
-            "%s was changed or removed since this run began, and the run continues with the code it started with",
-            changed[0],
-        )
-    # What a process may take is no part of the id.
-    key = reward_source, reward.model_dump_json(), str(base)
-    with _lock:
-        if key not in _kept:
-            record_code(objects, reward, source)
-            _kept[key] = load_reward(
-                reward,
-                base=base,
-                source=source,
-                model_folder=lambda model: local_model(objects, ContentId(model), connections.cache_folder()),
-                on_line=lambda line: stage_logger().info("%s", line),
-            )
-        kept = _kept.pop(key)
-        _kept[key] = kept
-        oldest = [_kept.pop(other) for other in list(_kept)[:-KEPT_REWARDS]]
-    for other in oldest:
-        other.close()
-    return kept
+    """`rollout_core.rewards.kept.open_reward` with this stage's connections; what it has to say is logged."""
+    return kept.open_reward(
+        reward,
+        reward_source,
+        objects=current_stage().objects,
+        base=connections.working_folder(),
+        models=connections.cache_folder(),
+        on_line=lambda line: stage_logger().info("%s", line),
+        on_warning=lambda line: stage_logger().warning("%s", line),
+    )
 
 
-def close_rewards() -> None:
-    """End the processes that rewards run in; scores that come later start their own."""
-    with _lock:
-        kept = list(_kept.values())
-        _kept.clear()
-    for reward in kept:
-        reward.close()
-
-
-@stage(version=1, optional=("by_part",))
+@stage(version=1, optional=("by_part",), time="scoring", place="scoring")
 def score_rewards(
     completions: Completions,
     reward: RewardSpec,
@@ -170,7 +139,7 @@ def select_groups(
     return selected
 
 
-@stage(version=1, cached=False, retries=0)
+@stage(version=1, cached=False, retries=0, time="scoring")
 def help_scoring(
     completions: Completions,
     reward: RewardSpec,
@@ -198,7 +167,20 @@ def help_scoring(
     return Help(num_samples=done)
 
 
-@stage(version=1, concurrency="engine")
+@score_rewards.helped_by
+def _start_help(runner: RunsTasks, inputs: dict[str, Any], key: ContentId) -> Submitted[Help]:
+    return help_scoring.submit(
+        runner,
+        inputs["completions"],
+        inputs["reward"],
+        inputs["reward_source"],
+        key,
+        by_part=bool(inputs["by_part"]),
+        label=inputs["label"],
+    )
+
+
+@stage(version=1, concurrency="engine", time="scoring", place="generation")
 def evaluate(
     prompts: PromptSet,
     sampling: SamplingParams,
@@ -239,7 +221,10 @@ def evaluate(
     )
 
 
-@stage(version=1)
+evaluate.helped_by(start_help)
+
+
+@stage(version=1, time="scoring", place="scoring")
 def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId, *, label: str = "") -> EvalReport:
     """The evaluation by another reward: its completions are scored, nothing is generated."""
     completions = Completions(

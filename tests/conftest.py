@@ -257,8 +257,8 @@ def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """Database of a Prefect server that has never run. Making its tables is half of a server's start."""
-    from flows.server_tables import kept_tables
     from rollout_core.base.locks import exclusive
+    from tasks.runtime.server_tables import kept_tables
 
     root = tmp_path_factory.getbasetemp()
     root = root if worker_id == "master" else root.parent  # which the workers share
@@ -268,7 +268,7 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
             home = root / "prefect-tables"
             home.mkdir(exist_ok=True)
             done = forked.run(
-                [sys.executable, "-c", "from flows.server_tables import make_tables; make_tables()"],
+                [sys.executable, "-c", "from tasks.runtime.server_tables import make_tables; make_tables()"],
                 env={**os.environ, "PREFECT_HOME": str(home), "XDG_CACHE_HOME": str(root), "PYTHONPATH": str(PROJECT)},
                 cwd=root, timeout=300,
             )  # fmt: skip
@@ -281,7 +281,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: P
     """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
     import prefect.main  # noqa: F401 - sets logging up, which would take a test's own handlers away
 
-    from flows.connections import SERVER_SETTINGS
+    from tasks.runtime.prefect_server import SERVER_SETTINGS
     from tests.prefect_servers import prefect_process
 
     home, logs = tmp_path_factory.mktemp("prefect"), ServerLogs()

@@ -104,8 +104,8 @@ class Leftovers:
         for name in KEPT:
             if name in sys.modules:
                 sys.modules[name]._child.close()
-        if "tasks.score" in sys.modules:
-            sys.modules["tasks.score"].close_rewards()
+        if "rollout_core.rewards.kept" in sys.modules:
+            sys.modules["rollout_core.rewards.kept"].close_rewards()
         # What killed processes leave for the next one to remove.
         sweep(self._folder, f"{SCRATCH_PREFIX}*")
         deadline = time.monotonic() + GRACE_SECONDS

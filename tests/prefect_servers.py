@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from flows.connections import SERVER_SETTINGS
-from flows.server_tables import DATABASE
+from tasks.runtime.prefect_server import SERVER_SETTINGS
+from tasks.runtime.server_tables import DATABASE
 from tests import forked
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ def prefect_process(home: Path, database: Path, log: Path, settings: Mapping[str
     own = {"PREFECT_API_URL": address, "PREFECT_HOME": str(home), "PYTHONPATH": str(PROJECT)}
     with log.open("wb") as output:
         server = forked.Process(
-            [sys.executable, "-c", f"from flows.server_process import serve; serve({port})"],
+            [sys.executable, "-c", f"from tasks.runtime.server_process import serve; serve({port})"],
             env={**environment, **own}, cwd=home, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     deadline = time.monotonic() + START_SECONDS

@@ -14,6 +14,8 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rollout_core", "blocks", "tasks", "flows", "deployments")
+OWN_ROOMS = ("flows.cli", "tasks.runtime")
+"""Packages within others that are rooms, too."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -63,9 +65,11 @@ class House:
 
 
 def room_of(module: str) -> str:
-    """``rollout_core.store`` of ``rollout_core.store.sql.queue``, ``flows`` of ``flows.train``."""
+    """``rollout_core.store`` of ``rollout_core.store.sql.queue``, ``flows`` of ``flows.train``, ``flows.cli`` of
+    ``flows.cli.plan``."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "rollout_core" and len(parts) > 1 else parts[0]
+    inner = ".".join(parts[:2])
+    return inner if inner in OWN_ROOMS or (parts[0] == "rollout_core" and len(parts) > 1) else parts[0]
 
 
 def read_house(project: Path = PROJECT) -> House:

@@ -104,7 +104,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -
 
     monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (
-        "flows.connections.prefect_server",
+        "tasks.runtime.prefect_server.prefect_server",
         "rollout_core.inference.engines.build_backend",
         "rollout_core.inference.hf.TransformersEngine.__init__",
         "rollout_core.inference.vllm_backend.VLLMEngine.__init__",

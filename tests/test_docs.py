@@ -181,7 +181,7 @@ def test_every_key_of_a_shown_configuration_exists(page: Path):
 
 def is_own_module(room: str, name: str) -> bool:
     """Whether this is a module in one of the folders of the product: one is called ``tasks``, as a key is."""
-    return (PROJECT / room / f"{name}.py").is_file()
+    return (PROJECT / room / f"{name}.py").is_file() or (PROJECT / room / name / "__init__.py").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
+import tomllib
+from types import ModuleType
 
 import pytest
 
+import flows
+import tasks
+from rollout_core.base.moved import Moved
 from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 INSIDE_FUNCTIONS = {
@@ -30,8 +36,8 @@ INSIDE_FUNCTIONS = {
     "flows.cli.runs": "--help need not wait for Prefect",
     "flows.cli.snapshots": "--help need not wait for it",
     "flows.cli.storage": "--help need not wait for it",
-    "flows.placement": "Dask is an extra",
-    "flows.connections": "commands that need no server do without Prefect",
+    "tasks.runtime.dask.placed_stages": "Dask is an extra",
+    "tasks.runtime.prefect_server": "commands that need no server do without Prefect",
     "rollout_core.agents.fleet": "Dask is an extra",
     "rollout_core.base.isolation.warden": "a child that meets no error starts without it",
     "rollout_core.inference.engine_process": "imports vLLM, in the engine's own process only",
@@ -64,6 +70,26 @@ def test_nothing_imports_itself_by_others(house: House):
 
 def test_imports_inside_functions_have_a_reason(house: House):
     assert {item.importer for item in house.inside_functions()} == set(INSIDE_FUNCTIONS)
+
+
+def test_the_map_has_the_rooms_in_the_order_of_the_layers():
+    contracts = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    core = next(contract["layers"] for contract in contracts if contract.get("containers") == ["rollout_core"])
+    rooms = ["deployments", "flows/cli", "flows", "tasks", "tasks/runtime", "blocks"]
+    shown = re.findall(r"^\| `([a-z_/]+)/` \|", (PROJECT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert shown == [*rooms, *(f"rollout_core/{room}" for room in core)]
+
+
+@pytest.mark.parametrize("package", [tasks, flows])
+def test_modules_that_moved_are_found_under_their_old_names(package: ModuleType):
+    finder = next(found for found in sys.meta_path if isinstance(found, Moved) and found.package == package.__name__)
+    assert finder.moved
+    for old, new in finder.moved.items():
+        with pytest.warns(FutureWarning, match=f"^{old} is {new} now"):
+            sys.modules.pop(old, None)
+            found = importlib.import_module(old)
+        assert found is importlib.import_module(new)
+        assert found.__spec__ is not None and found.__spec__.name == found.__name__ == new
 
 
 def test_the_product_does_without_its_tests():

@@ -53,8 +53,8 @@ class _MadeWhenAsked:
 
 def _make(store: LightningStore) -> ASGIApp:
     from deployments.ui.server import application, sources_of
-    from flows.connections import connections
     from rollout_core.base.errors import ConfigError
+    from tasks.runtime.prefect_server import connections
 
     known = connections()
     if known is None:

@@ -16,7 +16,6 @@ from starlette.routing import Route
 from deployments.ui import models, rollouts, runs, samples, stored
 from deployments.ui.app import Pages, Sources, create_app
 from deployments.ui.door import guarded
-from flows.connections import PREFECT_HOME, running_server
 from rollout_core.base.errors import RolloutError
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.browsing import SampleBrowser
@@ -30,6 +29,7 @@ from rollout_core.store.http.listening import (
     url_of,
     uvicorn_config,
 )
+from tasks.runtime.prefect_server import PREFECT_HOME, running_server
 
 log = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ def train(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, d
     with one_line_errors(debug):
         if dry_run:
             look_ahead()
-        from flows.connections import connections
         from rollout_core.config import TrainAgentConfig
         from rollout_core.plans.agent_plan import plan_agent
+        from tasks.runtime.prefect_server import connections
 
         parsed = load_run(config, TrainAgentConfig, parse_overrides(set_))
         facts = plan_agent(parsed, Path.cwd(), connections())
@@ -70,9 +70,9 @@ def tune(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, de
     with one_line_errors(debug):
         if dry_run:
             look_ahead()
-        from flows.connections import connections
         from rollout_core.config import TunePromptConfig
         from rollout_core.plans.agent_plan import plan_prompt
+        from tasks.runtime.prefect_server import connections
 
         parsed = load_run(config, TunePromptConfig, parse_overrides(set_))
         facts = plan_prompt(parsed, Path.cwd(), connections())
@@ -102,9 +102,9 @@ def online(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, 
     with one_line_errors(debug):
         if dry_run:
             look_ahead()
-        from flows.connections import connections
         from rollout_core.config import LearnOnlineConfig
         from rollout_core.plans.agent_plan import plan_online
+        from tasks.runtime.prefect_server import connections
 
         parsed = load_run(config, LearnOnlineConfig, parse_overrides(set_))
         facts = plan_online(parsed, Path.cwd(), connections())
@@ -164,8 +164,8 @@ def trace(
 ) -> None:
     """Print what an agent did and said in a rollout, as a tree, and the checkpoints that were made of it."""
     with one_line_errors(debug):
-        from flows.connections import connections
         from rollout_core.store.connections import plain_connections
+        from tasks.runtime.prefect_server import connections
 
         known = connections() or plain_connections()
         for line in asyncio.run(_trace_lines(known, rollout_id, attempt)):

@@ -101,8 +101,8 @@ def load_tables(
 
 def _whole_ids(config: RunT) -> RunT:
     """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
-    from flows.connections import connections
     from rollout_core.objects.addresses import with_whole_ids
+    from tasks.runtime.prefect_server import connections
 
     known = connections()
     return config if known is None else with_whole_ids(config, Path.cwd(), known.open_objects)
@@ -126,20 +126,20 @@ def print_facts(what: str, facts: Mapping[str, Any]) -> None:
             typer.echo(f"  {name:{width}}  {value}")
 
 
-def run_flow(start: Callable[[], Any], debug: bool, module: str = "flows.flow_run") -> Any:
+def run_flow(start: Callable[[], Any], debug: bool, module: str = "tasks.runtime.flow_run") -> Any:
     """Run a flow, which is in ``module``, against the configured Prefect API, or the server of this folder.
 
     Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
     """
-    from flows.connections import PREFECT_HOME, prefect_server
     from rollout_core.base.stopping import watching
+    from tasks.runtime.prefect_server import PREFECT_HOME, prefect_server
 
     def load() -> None:
         # Not before: Prefect takes the server's address when it is imported.
         importlib.import_module(module)
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME, meanwhile=load):
-        from flows.flow_run import without_known_traces
+        from tasks.runtime.flow_run import without_known_traces
 
         try:
             with nullcontext() if debug else without_known_traces():

@@ -40,8 +40,8 @@ def import_model(
     A GGUF file becomes a Hugging Face folder: its numbers dequantized, its tokenizer and chat template rebuilt.
     """
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.config import ModelSource
+        from tasks.runtime.prefect_server import object_store
 
         source = ModelSource(uri=model, revision=revision, tokenizer=tokenizer)
         with object_store(storage) as objects:

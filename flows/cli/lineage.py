@@ -60,11 +60,11 @@ def lineage(
         if samples or row is not None or prompt is not None:
             _print_samples(content_id, samples, row, prompt, storage, as_text=form == "text")
             return
-        from flows.connections import object_store
         from rollout_core.base.errors import NotFound
         from rollout_core.objects.imports import imports_behind
         from rollout_core.objects.lineage import trace_descendants, trace_lineage
         from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             found_id = _meant(objects, content_id, down)
@@ -95,9 +95,9 @@ def _print_samples(
     text: str, samples: bool, row: int | None, prompt: str | None, storage: str | None, *, as_text: bool
 ) -> None:
     """A line for each sample behind a checkpoint, of JSON, or for each checkpoint that saw a row."""
-    from flows.connections import object_store
     from rollout_core.base.errors import ConfigError
     from rollout_core.data.sample_lineage import number_of, samples_behind, who_saw
+    from tasks.runtime.prefect_server import object_store
 
     if samples + (row is not None) + (prompt is not None) > 1:
         raise ConfigError("--samples, --row and --prompt each ask for something else; give one of them")
@@ -163,10 +163,10 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder, with a model card and the records of its lineage; or upload it."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.base.errors import ConfigError
         from rollout_core.base.locks import scratch_folder
         from rollout_core.promotion.export import export_model, model_to_export, push_to_hub
+        from tasks.runtime.prefect_server import object_store
 
         if folder is None and push is None:
             raise ConfigError("nowhere to export to; give a FOLDER, or --push-to-hub REPO")
@@ -200,11 +200,11 @@ def reproduce(
     Exit code 0: all ids are the same; 1: some stage made others.
     """
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.base.determinism import hold_numerics
         from rollout_core.base.errors import ConfigError
         from rollout_core.objects.addresses import complete_lineage_id
         from rollout_core.objects.lineage import trace_lineage
+        from tasks.runtime.prefect_server import object_store
 
         if into is None and not check:
             raise ConfigError("give --into FOLDER, where it is made again, or --check")
@@ -265,10 +265,10 @@ def _reproduce(url: str, content: ContentId, folder: Path, debug: bool) -> None:
 
 def _served(resource: str) -> str:
     """The model that the latest resources serve under this name."""
-    from flows.connections import storage_and_database
     from rollout_core.base.errors import NotFound
     from rollout_core.promotion.history import served_model
     from rollout_core.store import SqlLightningStore
+    from tasks.runtime.prefect_server import storage_and_database
 
     with storage_and_database() as known:
         known.try_database()

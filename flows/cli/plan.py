@@ -12,7 +12,7 @@ from flows.cli.common import ConfigPath, Debug, Overrides, load_run, one_line_er
 from flows.cli.results import AsJson, duration
 
 if TYPE_CHECKING:
-    from flows.planning import RunPlan, StagePlan
+    from tasks.runtime.planning import RunPlan, StagePlan
 
 _MOST_KEYS = 4
 _STATES = {"cached": "cached", "continued": "goes on", "computed": "to compute", "checked": "looked at"}
@@ -34,12 +34,12 @@ def plan(
     looked up instead of computed. Nothing is changed. Times are those of earlier runs.
     """
     with one_line_errors(debug):
-        from flows.connections import storage_and_database
         from rollout_core.base.errors import ConfigError
         from rollout_core.config import CONFIG_KINDS, apply_overrides
         from rollout_core.config.base import read_toml
         from rollout_core.config.cloud import take_cloud
         from rollout_core.config.kinds import kind_of
+        from tasks.runtime.prefect_server import storage_and_database
 
         overrides = parse_overrides(set_)
         if kind is None:
@@ -48,7 +48,7 @@ def plan(
             raise ConfigError(f"--kind {kind}: expected one of {', '.join(CONFIG_KINDS)}")
         parsed = load_run(config, CONFIG_KINDS[kind], overrides)
         with storage_and_database():
-            from flows.planning import plan_run
+            from tasks.runtime.planning import plan_run
 
             found = plan_run(kind, parsed)
         if as_json:

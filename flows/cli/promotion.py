@@ -113,8 +113,8 @@ def _instead(entry: Entry) -> str:
 
 def _connected(work: Callable[[ObjectStore, LightningStore], Coroutine[Any, Any, Any]]) -> Any:
     """What ``work`` returns, given the object store and the database of the settings."""
-    from flows.connections import storage_and_database
     from rollout_core.store import SqlLightningStore
+    from tasks.runtime.prefect_server import storage_and_database
 
     with storage_and_database() as known:
         known.try_database()

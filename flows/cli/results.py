@@ -60,9 +60,9 @@ def runs(
     with one_line_errors(debug):
         from rich.table import Table
 
-        from flows.connections import object_store
         from rollout_core.base.errors import ConfigError
         from rollout_core.runs.records import SHOWN_STATES, RunRecords, runs_under_way, shown_state
+        from tasks.runtime.prefect_server import object_store
 
         if state is not None and state not in SHOWN_STATES:
             raise ConfigError(f"--state {state}: expected one of {', '.join(SHOWN_STATES)}")
@@ -144,9 +144,9 @@ def duration(seconds: float) -> str:
 def show(run: RunName = "latest", storage: StoragePath = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Print one run: what came of it, its curves, its stages."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.runs.figures import curves_of
         from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             records = RunRecords(objects)
@@ -244,11 +244,11 @@ def compare(
 ) -> None:
     """Print how two runs differ: configuration, figures, held-out samples that changed."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.base.errors import NotFound
         from rollout_core.runs.figures import curves_of
         from rollout_core.runs.records import RunRecords, differences
         from rollout_core.runs.samples import compare_held_out
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             records = RunRecords(objects)
@@ -344,10 +344,10 @@ def samples(
 ) -> None:
     """Print samples of a run, also of a batch of millions: prompt, completion, reward."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.runs.browsing import SampleBrowser, Search, find_list, sample_lists
         from rollout_core.runs.records import RunRecords
         from rollout_core.runs.tokens import TokenTexts
+        from tasks.runtime.prefect_server import object_store
 
         limit = limit or (None if as_json else _SAMPLES)
         with object_store(storage) as objects:
@@ -386,8 +386,8 @@ def tail(run: RunName = "latest", storage: StoragePath = None, debug: Debug = Fa
     Ends with 1 where the run failed, was stopped, or its process is gone.
     """
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.runs.records import RunRecords
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             records = RunRecords(objects)

@@ -118,9 +118,9 @@ class Given:
 def _train(kind: str, config: Path | None, given: Given, overrides: dict[str, Any], dry_run: bool, debug: bool) -> None:
     if dry_run:
         look_ahead()
-    from flows.connections import connections
     from rollout_core.config import CONFIG_KINDS
     from rollout_core.plans.learner_plan import plan_training
+    from tasks.runtime.prefect_server import connections
 
     changes = given.changes(kind, has_file=config is not None)
     overrides |= {key: value for key, (_, value) in changes.items()}
@@ -165,9 +165,9 @@ def infer_batch(
     with one_line_errors(debug):
         if dry_run:
             look_ahead()
-        from flows.connections import connections
         from rollout_core.config import InferBatchConfig
         from rollout_core.plans.batch_plan import plan_batch
+        from tasks.runtime.prefect_server import connections
 
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         overrides |= {"output.events": True} if events else {}
@@ -210,9 +210,9 @@ def nightly(
     with one_line_errors(debug):
         if dry_run:
             look_ahead()
-        from flows.connections import connections
         from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
         from rollout_core.plans.learner_plan import plan_nightly
+        from tasks.runtime.prefect_server import connections
 
         parsed = load_run(config, NightlyConfig, parse_overrides(set_))
         if nproc is not None:

@@ -31,8 +31,8 @@ def snapshot_list(
 ) -> None:
     """Print snapshots, newest first, as JSON."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.snapshots import SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             found = SnapshotStore(objects).list(run_id=run_id, kind=kind, label_contains=label, limit=limit)  # pyright: ignore[reportArgumentType]
@@ -43,9 +43,9 @@ def snapshot_list(
 def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
     """Print one snapshot as JSON."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.addresses import complete_snapshot_id
         from rollout_core.objects.snapshots import SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
@@ -65,8 +65,8 @@ def snapshot_save(
 ) -> None:
     """Save a folder as a snapshot and print its record as JSON."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.snapshots import SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             saved = SnapshotStore(objects).save(
@@ -89,9 +89,9 @@ def snapshot_restore(
 ) -> None:
     """Write a snapshot's files to a folder. A training state's model/ is a Hugging Face model folder."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.addresses import complete_snapshot_id
         from rollout_core.objects.snapshots import SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             snapshots, found = SnapshotStore(objects), complete_snapshot_id(objects, snapshot_id)
@@ -109,10 +109,10 @@ def snapshot_export(
 ) -> None:
     """Write a snapshot as a tar file, which appears verified and whole."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.addresses import complete_snapshot_id
         from rollout_core.objects.snapshots import SnapshotStore
         from rollout_core.objects.trees import file_beside
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             chunks = SnapshotStore(objects).export(complete_snapshot_id(objects, snapshot_id))
@@ -132,10 +132,10 @@ def snapshot_label(
 ) -> None:
     """Label a snapshot, which keeps it from housekeeping and from prune."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.base.errors import ConfigError
         from rollout_core.objects.addresses import complete_snapshot_id
         from rollout_core.objects.snapshots import SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             snapshots = SnapshotStore(objects)
@@ -150,9 +150,9 @@ def snapshot_label(
 def snapshot_compare(first: ShortId, second: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
     """Print in what two snapshots differ, as JSON: their records, and their files by name."""
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.addresses import complete_snapshot_id
         from rollout_core.objects.snapshots import SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             compared = SnapshotStore(objects).compare(
@@ -181,8 +181,8 @@ def snapshot_prune(
     A result that names a dropped snapshot is computed again by the run that needs it.
     """
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             dropped = SnapshotStore(objects).prune(

@@ -61,9 +61,9 @@ def storage_verify(
     Exit code 0: all is whole, or whole again and nothing lost; 1: there is damage. Safe beside running flows.
     """
     with one_line_errors(debug):
-        from flows.connections import object_store
         from rollout_core.base.processes import size_text
         from rollout_core.objects.verification import verify_store
+        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             started = time.monotonic()
@@ -155,8 +155,8 @@ def _storage_and_names(
     storage: str | None, completion_days: float
 ) -> Iterator[tuple[ObjectStore, frozenset[ContentId]]]:
     """The object store, and what the database of the settings names in it."""
-    from flows.connections import object_store, storage_and_database
     from rollout_core.housekeeping.cleaning import named_by_database
+    from tasks.runtime.prefect_server import object_store, storage_and_database
 
     with storage_and_database() as known:
         named = asyncio.run(named_by_database(known.database_url(), completion_days=completion_days))

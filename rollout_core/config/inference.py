@@ -422,6 +422,10 @@ class DaskConfig(DaskCluster):
         return self.resources | ({} if self.gpus_per_worker is None else {"GPU": self.gpus_per_worker})
 
 
+StagePlace = Literal["generation", "scoring", "learning"]
+"""What stages do that a cluster's workers may run; the others take little time and stay in the flow's process."""
+
+
 class StagePlacement(Settings):
     """Stages of one kind run on workers that offer ``resources``, one at a time on each."""
 
@@ -458,12 +462,16 @@ class PlacementConfig(Settings):
         return self
 
     @property
-    def kinds(self) -> dict[str, StagePlacement]:
+    def kinds(self) -> dict[StagePlace, StagePlacement]:
         """What is placed, by the name of its table."""
-        found = {"generation": self.generation, "scoring": self.scoring, "learning": self.learning}
+        found: dict[StagePlace, StagePlacement | None] = {
+            "generation": self.generation,
+            "scoring": self.scoring,
+            "learning": self.learning,
+        }
         return {name: place for name, place in found.items() if place is not None}
 
-    def of(self, kind: str) -> DaskConfig:
+    def of(self, kind: StagePlace) -> DaskConfig:
         """The cluster, with what its workers have to offer for stages of this kind."""
         place = self.kinds[kind]
         most = place.workers if isinstance(place, SharedPlacement) else 1

@@ -437,6 +437,25 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
     return templated(model, source, objects, base)
 
 
+def known_model(source: ModelSource, objects: ObjectStore, base: Path) -> tuple[ContentId | None, str | None]:
+    """What `import_model` gives, as far as it takes neither a download nor the time of a conversion or of a merge: the
+    model's id, or None, and where it is None because only a run will know, why."""
+    plain = source.model_copy(update={"adapter": None, "chat_template": None, "chat_template_kwargs": {}})
+    found = locate_model(plain, base, download=False)
+    later = "what is made of it counts as not cached"
+    if found is None or not is_gguf(found):
+        model = import_model(plain, objects, base)
+    else:
+        model = converted_before(plain, objects, base)
+        if model is None:
+            return None, f"{source.uri}: converted from GGUF when the run starts; {later}"
+    if source.adapter is not None:
+        model = merged_before(model, import_adapter(source.adapter, objects, base), objects)
+        if model is None:
+            return None, f"{source.uri}: the adapter {source.adapter} is merged in when the run starts; {later}"
+    return templated(model, source, objects, base), None
+
+
 def templated(model: ContentId, source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
     """The stored model ``model`` with the chat template and values that ``source`` gives it, if it gives any."""
     return with_template(model, source, objects, base) if source.changes_template else model

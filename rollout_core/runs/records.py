@@ -153,7 +153,7 @@ class StageCall(BaseModel):
     stage: str
     label: str
     state: str
-    """As of `tasks.logs.StageEntry`."""
+    """As of `tasks.runtime.journal.StageEntry`."""
     ended: float
     """Seconds since the epoch."""
     seconds: float

@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, nargs=2, default=(2.0, 12.0), help="seconds between two kills")
     given = parser.parse_args()
-    from flows.connections import prefect_server
+    from tasks.runtime.prefect_server import prefect_server
 
     home = Path(tempfile.mkdtemp(prefix="agent-kills-prefect-"))
     with prefect_server(home):

@@ -12,7 +12,7 @@ from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.inference.runs import RunWork, Tally
 from rollout_core.objects.records import ShardCompletions
-from tasks.logs import SPEED_SECONDS, Speed
+from tasks.runtime.journal import SPEED_SECONDS, Speed
 
 
 def test_speed_counts_from_the_first_sample_and_forgets_what_is_long_ago():

@@ -101,7 +101,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(start_process, prefect_server, tmp_path, server_logs) -> Cluster:
-    from flows.connections import _free_port
+    from tasks.runtime.prefect_server import _free_port
 
     server_logs.watch(tmp_path / "cluster.log")
     server_logs.expect(
@@ -382,8 +382,8 @@ def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
 
 
 def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows.dask import fleet as dask_fleet
-    from tasks import connections, stage
+    from tasks.runtime import connections, stage
+    from tasks.runtime.dask import fleet as dask_fleet
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'rollout.db'}")

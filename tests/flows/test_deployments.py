@@ -26,10 +26,10 @@ import yaml
 from prefect import get_client
 
 from deployments import pools, serve
-from flows.connections import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.lineage import lineage_of
+from tasks.runtime.prefect_server import LOG
 from tests import forked
 from tests.flows.conftest import objects, snapshots_of, wait_for
 
@@ -375,7 +375,7 @@ def is_server_of(process: psutil.Process, folder: Path) -> bool:
         command = process.cmdline()
     except psutil.Error:
         return False
-    return "flows.server_process" in command and str(folder / "data" / "prefect") in command
+    return "tasks.runtime.server_process" in command and str(folder / "data" / "prefect") in command
 
 
 def runs_of(api: str, deployment: str, state: str) -> list[Any]:

@@ -23,13 +23,13 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import server_process
-from flows.connections import prefect_server
-from flows.server_process import LOCK, TriedAgain, leave_out_prefect_dask, update_automations_without_waiting
-from flows.server_tables import DATABASE
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.locks import exclusive
 from rollout_core.base.processes import ProcessName
+from tasks.runtime import server_process
+from tasks.runtime.prefect_server import prefect_server
+from tasks.runtime.server_process import LOCK, TriedAgain, leave_out_prefect_dask, update_automations_without_waiting
+from tasks.runtime.server_tables import DATABASE
 from tests import forked
 from tests.flows.conftest import wait_for
 from tests.server_logs import ServerLogs
@@ -120,7 +120,7 @@ def test_a_folder_whose_server_runs_on_another_machine_is_refused(tmp_path: Path
 COMMAND = """
 import os, sys
 from pathlib import Path
-from flows.connections import prefect_server
+from tasks.runtime.prefect_server import prefect_server
 def meanwhile():
     print("meanwhile", os.environ["PREFECT_API_URL"], flush=True)
 say = lambda line: print("said", line, flush=True)
@@ -163,7 +163,7 @@ BEFORE = """
 import asyncio
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
-from flows.server_process import know_events_of_before
+from tasks.runtime.server_process import know_events_of_before
 from prefect.server.database import provide_database_interface
 from prefect.server.events.ordering import get_triggers_causal_ordering
 from prefect.server.events.schemas.events import ReceivedEvent
@@ -253,7 +253,8 @@ class Commands:
         """Those that a failed test leaves."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if "flows.server_process" in process.cmdline() and str(self._folder / "prefect") in process.cmdline():
+                command = process.cmdline()
+                if "tasks.runtime.server_process" in command and str(self._folder / "prefect") in command:
                     process.kill()
 
 
@@ -318,7 +319,7 @@ def test_the_next_command_gets_another_server_when_one_was_killed_and_none_outli
 def test_a_log_that_grew_goes_on_in_another_file_without_losing_a_line(tmp_path: Path):
     code = """
 import sys, pathlib
-from flows import server_process
+from tasks.runtime import server_process
 server_process.LOG_BYTES = 1000
 file = pathlib.Path(sys.argv[1])
 for number in range(300):

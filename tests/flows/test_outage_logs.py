@@ -11,8 +11,8 @@ from prefect._internal.concurrency import logger as services_logger
 from prefect._internal.observers import FlowRunCancellingObserver, FlowRunSuspendingObserver
 from prefect.events import Event, Resource
 
-from flows import nights, outage_logs
-from flows.outage_logs import OBSERVERS, OneLine
+from tasks.runtime import outage_logs, scheduled_runs as nights
+from tasks.runtime.outage_logs import OBSERVERS, OneLine
 
 
 def test_a_traceback_of_an_observer_is_a_line():

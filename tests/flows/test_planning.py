@@ -29,8 +29,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.overlay import overlaid
 from rollout_core.objects.records import EvalReport, Record, Scores
-from tasks.connections import result_storage
-from tasks.stage import Stage
+from tasks.runtime.connections import result_storage
+from tasks.runtime.stage import Stage
 from tests.conftest import PROJECT
 from tests.gguf_files import make_model, write_model
 from tests.plan.planning import TEMPLATE
@@ -96,7 +96,7 @@ def files_below(folder: Path) -> dict[str, float]:
 
 def test_a_plan_knows_what_a_run_will_find_cached(folder: Path, prefect_server: str, tmp_path: Path):
     from flows.nightly import nightly as flow
-    from flows.planning import plan_run
+    from tasks.runtime.planning import plan_run
 
     before = plan_run("nightly", nightly())
     assert list(folder.glob("*/")) == [folder / "model"]
@@ -148,7 +148,7 @@ def test_a_plan_knows_what_a_run_will_find_cached(folder: Path, prefect_server: 
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIG_KINDS if kind.startswith("train-") and kind != "train-agent"])
 def test_every_kind_of_training_is_planned(kind: str, folder: Path, tmp_path: Path):
-    from flows.planning import plan_run
+    from tasks.runtime.planning import plan_run
 
     algorithm: dict[str, Any] = {
         "base_model": {"uri": "model"},
@@ -217,7 +217,7 @@ def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: 
 def test_a_placed_run_is_planned_by_what_its_workers_offer(folder: Path):
     from distributed import LocalCluster
 
-    from flows.planning import plan_run
+    from tasks.runtime.planning import plan_run
 
     options: dict[str, Any] = {
         "dashboard_address": None,
@@ -303,7 +303,7 @@ def test_an_input_of_any_size_takes_little_room_and_its_index_stays_readable(tmp
 def test_a_plan_merges_no_adapter_and_knows_one_that_was_merged(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from flows.planning import plan_run
+    from tasks.runtime.planning import plan_run
 
     make_adapter(folder / "model", folder / "adapter", task_type="CAUSAL_LM", r=2048)
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 4 * 2**20
@@ -334,7 +334,7 @@ def test_a_gguf_file_is_planned_without_being_converted_and_the_run_converts_it_
     folder: Path, prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from flows.nightly import nightly as flow
-    from flows.planning import plan_run
+    from tasks.runtime.planning import plan_run
 
     write_model(folder / "tiny.gguf", "qwen2", make_model("qwen2"))
     config = nightly(**{"model.uri": "tiny.gguf"})
@@ -354,7 +354,7 @@ def test_a_gguf_file_is_planned_without_being_converted_and_the_run_converts_it_
 
 
 def test_every_kind_of_run_has_its_flow():
-    from flows.planning import FLOWS, flow_of
+    from tasks.runtime.planning import FLOWS, flow_of
 
     assert FLOWS.keys() == CONFIG_KINDS.keys()
     for kind, model in CONFIG_KINDS.items():
@@ -365,7 +365,7 @@ def test_every_kind_of_run_has_its_flow():
 
 def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, monkeypatch: pytest.MonkeyPatch):
     from flows import learning
-    from tasks.rehearsing import Rehearsal, rehearsing
+    from tasks.runtime.dry_run import Rehearsal, rehearsing
 
     config = nightly(**{"grpo.guards": {"reward_hacking": {"prompts": {"path": "held-out.jsonl"}, "evaluations": 1}}})
     settings, source = config.grpo, hash_bytes(b"reward")
@@ -407,7 +407,7 @@ def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, mon
 def test_what_a_run_reads_before_its_stages_may_be_away_for_a_moment(
     monkeypatch: pytest.MonkeyPatch, kind: str, plan: str
 ):
-    from flows.planning import FLOWS, flow_of
+    from tasks.runtime.planning import FLOWS, flow_of
 
     calls: list[str] = []
 
@@ -423,7 +423,7 @@ def test_what_a_run_reads_before_its_stages_may_be_away_for_a_moment(
     def refuse(*arguments: Any) -> None:
         raise ConfigError("no such model")
 
-    monkeypatch.setattr("tasks.stage.RETRY_DELAYS_SECONDS", [0.0])
+    monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0])
     away_once("with_whole_ids", lambda config, *others: config)
     away_once(plan, refuse)
     with pytest.raises(ConfigError, match="no such model"):
@@ -434,8 +434,8 @@ def test_what_a_run_reads_before_its_stages_may_be_away_for_a_moment(
 def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path):
     from rollout_core.objects import SnapshotStore
     from rollout_core.objects.snapshots import progress_ref
-    from tasks.rehearsing import Rehearsal, rehearsing
-    from tasks.stage import stage
+    from tasks.runtime.dry_run import Rehearsal, rehearsing
+    from tasks.runtime.stage import stage
 
     @stage(version=1)
     def train_some(number: int) -> Trained:

@@ -64,7 +64,7 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
 
 
 def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
-    from tasks.connections import current_connections
+    from tasks.runtime.connections import current_connections
 
     return plan_training(config, base, current_connections() if connect else None)
 
@@ -261,7 +261,7 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
     tiny_model, sorting_task, prefect_server, tmp_path, monkeypatch
 ):
     from flows import learning, train
-    from tasks import connections
+    from tasks.runtime import connections
 
     (tmp_path / "spread.py").write_text(SPREAD)
 
@@ -395,8 +395,8 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     from prefect import flow
 
     from flows import learning, train
-    from tasks import connections
     from tasks.imports import import_model, import_prompts
+    from tasks.runtime import connections
 
     lines = sorting_task.prompts.read_text().splitlines()[:6]
     rows = [json.loads(line)["prompt"] for line in lines]

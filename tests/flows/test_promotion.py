@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from flows.summary import plain
 from rollout_core.base.ids import ContentId
+from tasks.runtime.summary import plain
 from tests.flows.conftest import objects
 from tests.task_runs import ended_task_runs
 
@@ -178,7 +178,7 @@ def drawn_for_evaluations() -> Counter[tuple[int, ...]]:
     """Completions of evaluations that an engine has generated, by their tokens."""
     from rollout_core.base.stopping import run_async
     from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE
-    from tasks.connections import open_store
+    from tasks.runtime.connections import open_store
 
     async def look() -> Counter[tuple[int, ...]]:
         async with open_store() as store:

@@ -15,7 +15,7 @@ from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from rollout_core.runs.samples import shown_prompt
-from tasks.logs import StageEntry
+from tasks.runtime.journal import StageEntry
 from tests.evaluations import evaluation
 
 SOME = hash_bytes(b"some")
@@ -119,7 +119,7 @@ def test_a_report_is_written_though_storage_is_away_for_a_moment(monkeypatch):
 
         monkeypatch.setattr(ObjectStore, name, call)
 
-    monkeypatch.setattr("tasks.stage.RETRY_DELAYS_SECONDS", [0.0] * 3)
+    monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0] * 3)
     for name in ("get_bytes", "put_bytes", "set_ref", "cached_bytes"):
         away_every_other_time(name)
     assert figure_of_steps(objects, trained, "loss") == [2.0]

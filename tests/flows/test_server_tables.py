@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.server_tables import DATABASE, kept_tables
+from tasks.runtime.server_tables import DATABASE, kept_tables
 from tests import forked
 
 PROJECT = Path(__file__).resolve().parents[2]
 MAKE = """
 import os, sqlite3, sys
-from flows import server_tables
+from tasks.runtime import server_tables
 from prefect.server.database.interface import PrefectDBInterface
 migrate = PrefectDBInterface.create_db
 async def create_db(self):

@@ -19,9 +19,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from flows.flow_run import TRIES_FOR_AN_OBJECT, _repeat
 from flows.iterations import SamplesAhead, TrainingStates
-from flows.summary import RunSummary
 from rollout_core.algorithms.context import HeldStates, UpdateContext, seen
 from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound, OtherOutcome
 from rollout_core.base.ids import ContentId, content_id, hash_bytes, is_content_id
@@ -41,8 +39,10 @@ from rollout_core.objects.unstored import (
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import model_to_promote
 from tasks import learn
-from tasks.logs import Journal, keep_journal
-from tasks.stage import _computes_again
+from tasks.runtime.flow_run import TRIES_FOR_AN_OBJECT, _repeat
+from tasks.runtime.journal import Journal, keep_journal
+from tasks.runtime.stage import _computes_again
+from tasks.runtime.summary import RunSummary
 from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for, write_toml
 from tests.flows.test_resume import ROLLOUT, kill, output_of
 
@@ -264,8 +264,8 @@ class Updates:
         shutil.rmtree(self.cache, ignore_errors=True)
 
     def run(self, iterations: int, every: int, end: int | None = None, how: type[BaseException] = Killed) -> Checkpoint:
-        """A run that ends before it gets to iteration ``end`` (from 0). As `flows.flow_run` does, it runs again for
-        each object that it finds missing."""
+        """A run that ends before it gets to iteration ``end`` (from 0). As `tasks.runtime.flow_run` does, it runs
+        again for each object that it finds missing."""
         missing = self.missing = Counter[str]()
         while True:
             try:
@@ -510,7 +510,7 @@ def test_what_comes_out_otherwise_each_time_and_cannot_be_kept_ends_in_one_clear
 def test_a_stage_that_is_computed_again_keeps_its_result_until_there_is_another(prefect_server):
     from prefect import flow
 
-    from tasks.stage import computing_again, current_stage, refreshing, stage
+    from tasks.runtime.stage import computing_again, current_stage, refreshing, stage
 
     texts = iter(["first", "second", "third", "fourth"])
 

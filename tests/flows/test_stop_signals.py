@@ -130,7 +130,7 @@ import signal
 
 from prefect import flow
 
-from flows.flow_run import recompute_missing
+from tasks.runtime.flow_run import recompute_missing
 from rollout_core.config import Run
 
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import yaml
 
-from flows.connections import SERVER_SETTINGS
+from tasks.runtime.prefect_server import SERVER_SETTINGS
 from tests import forked
 from tests.flows.conftest import PATIENCE_SECONDS, small_nightly, wait_for
 from tests.prefect_servers import prefect_process

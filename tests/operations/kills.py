@@ -137,7 +137,7 @@ def _is(process: psutil.Process, part: str, project: Path, serve: psutil.Process
     with suppress(psutil.Error):
         if part == "server":
             command = process.cmdline()
-            return "flows.server_process" in command and str(project / "data" / "prefect") in command
+            return "tasks.runtime.server_process" in command and str(project / "data" / "prefect") in command
         if part == "worker":
             return process.ppid() == serve.pid and "deployments.worker" in process.cmdline()
         return process.environ().get(RUN_ID) == run_id

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from flows.connections import SERVER_SETTINGS
+from tasks.runtime.prefect_server import SERVER_SETTINGS
 from tests import forked
 from tests.flows.conftest import wait_for
 from tests.prefect_servers import prefect_process

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from blocks import ContentAddressedStorage
-from flows.connections import SERVER_SETTINGS, prefect_server
 from rollout_core.base.errors import MissingObject
 from rollout_core.objects.records import BlobId, Record
+from tasks.runtime.prefect_server import SERVER_SETTINGS, prefect_server
 from tests.conftest import PROJECT
 from tests.flows.conftest import wait_for
 from tests.store.postgres import PostgresServer
@@ -57,7 +57,7 @@ def work(name: str, folder: Path) -> None:
     from prefect import flow
 
     from rollout_core.base.stopping import is_stopping
-    from tasks.stage import current_stage, stage
+    from tasks.runtime.stage import current_stage, stage
 
     def note(what: str, item: int, **more: Any) -> None:
         line = json.dumps({"worker": name, "pid": os.getpid(), "what": what, "item": item, "at": time.time(), **more})

@@ -23,7 +23,7 @@ from pathlib import Path
 from prefect import flow, suspend_flow_run
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from flows.nights import SKIPPED
+from tasks.runtime.scheduled_runs import SKIPPED
 
 def tries():
     file = Path(str(flow_run.id))
@@ -152,7 +152,7 @@ def test_an_option_takes_the_place_of_the_webhook_that_the_environment_names(
     monkeypatch: pytest.MonkeyPatch, options: list[str], known: tuple[str | None, str | None, bool]
 ):
     asked = []
-    monkeypatch.setattr("flows.connections.prefect_server", lambda home: nullcontext())
+    monkeypatch.setattr("tasks.runtime.prefect_server.prefect_server", lambda home: nullcontext())
     monkeypatch.setattr("deployments.cli._install", lambda *arguments: asked.append(arguments) or [])
     done = CliRunner().invoke(app, ["ops", "install", *options], env={"ROLLOUT_WEBHOOK_URL": "http://all"})
     assert done.exit_code == 0, done.output

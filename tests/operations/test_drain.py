@@ -27,10 +27,10 @@ import pytest
 
 from deployments.cli import EXIT_DRAINED
 from deployments.spot import AWSMetadata, GCEMetadata, SpotWatch, machine_type, metadata
-from flows.flow_run import HANDED_BACK
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
+from tasks.runtime.flow_run import HANDED_BACK
 from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import PROJECT, Machine

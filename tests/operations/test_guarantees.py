@@ -56,7 +56,7 @@ def test_a_database_that_goes_away_stops_nothing(prefect_server: str, monkeypatc
     """Before a stage, and amid one; when it is back, leases are kept again."""
     from prefect import flow
 
-    from tasks.stage import current_stage, stage
+    from tasks.runtime.stage import current_stage, stage
 
     postgres = PostgresServer()
     monkeypatch.setenv("ROLLOUT_DATABASE", postgres.new_database("away"))

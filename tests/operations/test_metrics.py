@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.metrics import MOST_RUNS, Events, Followed, _keep_following
-from tasks import events
+from tasks.runtime import events
 from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.own_server import PROJECT, ROLLOUT, rollout
@@ -247,7 +247,7 @@ def test_the_prefect_server_is_told_of_what_is_rare_and_its_automations_act(
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
     from prefect.runtime import flow_run
 
-    from tasks.artifact_sender import SENDER
+    from tasks.runtime.artifact_sender import SENDER
 
     model = "ab" * 32
 

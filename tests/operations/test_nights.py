@@ -18,7 +18,7 @@ from prefect import flow_engine
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.automations import WEBHOOK_BLOCK
-from flows import nights
+from tasks.runtime import scheduled_runs as nights
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import PROJECT, Machine
 

@@ -26,7 +26,7 @@ from prefect.workers.base import BaseJobConfiguration
 
 from deployments.cli import EXIT_DRAINED, app
 from deployments.serve import PROJECT
-from flows.connections import SERVER_SETTINGS
+from tasks.runtime.prefect_server import SERVER_SETTINGS
 from tests.machine import SYSTEMD, require
 
 UNITS = sorted((PROJECT / "deployments" / "systemd").glob("*.service"))

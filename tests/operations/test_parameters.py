@@ -23,7 +23,7 @@ from flows.cli import app
 from flows.nightly import nightly
 from rollout_core.base.errors import ConfigError
 from rollout_core.runs.records import RunRecords
-from tasks.connections import objects
+from tasks.runtime.connections import objects
 
 pytestmark = pytest.mark.server
 WRONG = {"ppo.iteration": 4}

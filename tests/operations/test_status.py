@@ -93,7 +93,7 @@ def test_without_a_server_it_says_so_and_starts_none(command: str, tmp_path: Pat
 HOLDER = """
 import sys
 from pathlib import Path
-from flows.connections import PREFECT_HOME, prefect_server
+from tasks.runtime.prefect_server import PREFECT_HOME, prefect_server
 with prefect_server(PREFECT_HOME) as url:
     print("serving", url, flush=True)
     sys.stdin.readline()

@@ -23,7 +23,7 @@ from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.launch import run_update
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Record
-from tasks.events import EVENT, WorkerEnd, WorkerStart
+from tasks.runtime.events import EVENT, WorkerEnd, WorkerStart
 from tests.conftest import PROJECT
 from tests.flows.conftest import wait_for
 from tests.flows.test_dask import Batch, finish
@@ -113,10 +113,10 @@ def test_tries_of_a_run_are_one_trace_of_flow_stages_and_batches(prefect_server,
     from prefect import flow
     from prefect.context import FlowRunContext
 
-    from flows.flow_run import recompute_missing
     from rollout_core.base.errors import Fatal
-    from tasks.events import SampleCount, Training
-    from tasks.stage import stage
+    from tasks.runtime.events import SampleCount, Training
+    from tasks.runtime.flow_run import recompute_missing
+    from tasks.runtime.stage import stage
 
     tries: list[str] = []
 

@@ -37,8 +37,8 @@ def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypa
     from prefect import flow
     from prefect.context import FlowRunContext
 
-    from flows.flow_run import recompute_missing
-    from tasks import artifacts
+    from tasks.runtime import artifacts
+    from tasks.runtime.flow_run import recompute_missing
 
     monkeypatch.setattr(artifacts, "PROGRESS_INTERVAL_SECONDS", 0.0)
 
@@ -72,9 +72,9 @@ def test_the_summary_of_a_failed_run_names_stage_and_error_and_another_try_goes_
     from prefect import flow
     from prefect.runtime import flow_run
 
-    from flows.flow_run import recompute_missing
-    from tasks.logs import Outcome
-    from tasks.stage import current_stage, stage
+    from tasks.runtime.flow_run import recompute_missing
+    from tasks.runtime.journal import Outcome
+    from tasks.runtime.stage import current_stage, stage
 
     tries: list[str] = []
 
@@ -131,11 +131,11 @@ import os, time
 from pathlib import Path
 from prefect import flow
 from prefect.context import FlowRunContext
-from flows.flow_run import recompute_missing
+from tasks.runtime.flow_run import recompute_missing
 from rollout_core.config import Run, RunInfo
 from rollout_core.objects.records import Dataset
-from tasks import artifacts
-from tasks.stage import current_stage, stage
+from tasks.runtime import artifacts
+from tasks.runtime.stage import current_stage, stage
 
 @stage(version=1)
 def work(number: int) -> Dataset:

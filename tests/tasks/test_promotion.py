@@ -27,7 +27,7 @@ def in_flow(prefect_server):
     """Run a body inside a flow; returns its result."""
     from prefect import flow
 
-    from flows.flow_run import recompute_missing
+    from tasks.runtime.flow_run import recompute_missing
 
     def start(body):
         @flow(name="test-promotion", persist_result=False)
@@ -51,7 +51,7 @@ def report(model: ContentId, *rewards: float) -> EvalReport:
 
 
 def serve(resource: str, model: str) -> None:
-    from tasks import connections
+    from tasks.runtime import connections
 
     async def add() -> None:
         async with connections.open_store() as store:
@@ -119,7 +119,7 @@ def test_promoting_one_model_leaves_the_other_resources(in_flow, tmp_path):
     in_flow(lambda: promote(report(new, 0.1), None, report(new, 0.2), PromotionConfig(resource="mine")))
 
     async def names() -> set[str]:
-        from tasks import connections
+        from tasks.runtime import connections
 
         async with connections.open_store() as store:
             latest = await store.get_latest_resources()

@@ -51,7 +51,8 @@ def scored(prefect_server: str):
     """Score in a flow of its own."""
     from prefect import flow
 
-    from tasks.score import close_rewards, score_rewards
+    from rollout_core.rewards.kept import close_rewards
+    from tasks.score import score_rewards
 
     def start(given: Completions, source: ContentId) -> list[float]:
         @flow(name="test-score", persist_result=False)
@@ -117,7 +118,8 @@ def test_completions_without_a_score_are_counted_and_in_no_mean(prefect_server):
     from prefect import flow
 
     from rollout_core.objects.records import Scores, SelectedGroups
-    from tasks.score import close_rewards, score_rewards, select_groups
+    from rollout_core.rewards.kept import close_rewards
+    from tasks.score import score_rewards, select_groups
 
     Path("mine.py").write_text(ABSTAINS)
     parts = (WeightedReward(weight=2.0, reward=SPEC), WeightedReward(weight=1.0, reward=SPEC))
@@ -157,7 +159,8 @@ def test_a_reward_whose_error_cannot_be_encoded_fails_its_run_like_any_other(pre
     from prefect.client.orchestration import get_client
     from prefect.logging.handlers import APILogHandler
 
-    from tasks.score import close_rewards, score_rewards
+    from rollout_core.rewards.kept import close_rewards
+    from tasks.score import score_rewards
 
     Path("mine.py").write_text("def reward(sample): raise ValueError('half a \\ud83d')\n")
     spec = FunctionReward(callable="mine.py:reward", in_process=in_process)

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import make_dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -47,7 +48,7 @@ def fresh_calls():
 def stages(prefect_server):
     """Stages defined once the server's address is known."""
     from rollout_core.objects.snapshots import progress_ref
-    from tasks.stage import current_stage, stage
+    from tasks.runtime.stage import current_stage, stage
 
     @stage(version=1)
     def make(number: int, settings: SnapshotPolicy | None = None, *, label: str = "") -> Made:
@@ -106,11 +107,11 @@ def run(prefect_server, monkeypatch):
     """Run a body as a flow, with a journal; returns (result, states of its stages)."""
     from prefect import flow
 
-    from flows.flow_run import recompute_missing
-    from tasks.stage import RETRIES
+    from tasks.runtime.flow_run import recompute_missing
+    from tasks.runtime.stage import RETRIES
 
     monkeypatch.setattr("rollout_core.base.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
-    monkeypatch.setattr("tasks.stage.RETRY_DELAYS_SECONDS", [0.0] * RETRIES)
+    monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0] * RETRIES)
 
     def start(body, *, refresh=False, timeouts=None):
         kept = []
@@ -152,7 +153,7 @@ def test_other_inputs_are_computed(stages, run):
 
 
 def test_arguments_that_travel_together_count_one_by_one(prefect_server):
-    from tasks.arguments import Arguments, spread_arguments
+    from tasks.runtime.arguments import Arguments, spread_arguments
 
     sides = make_dataclass("Sides", ["left", ("label", str, "")], bases=(Arguments,), frozen=True)
     plain = make_dataclass("Plain", ["left"], frozen=True)
@@ -220,7 +221,7 @@ def test_what_a_refresh_computed_replaces_the_earlier_result(stages, run, monkey
         CALLS.append(("make", number))
         return Made(blob=current_stage().objects.put_bytes(str(len(CALLS)).encode()), number=number)
 
-    from tasks.stage import current_stage
+    from tasks.runtime.stage import current_stage
 
     monkeypatch.setattr(stages["make"], "_function", lambda number, settings, label: dated(number))
     first, _ = run(lambda: stages["make"](1))
@@ -253,7 +254,7 @@ def test_a_retried_flow_run_goes_on_with_its_refresh(stages, prefect_server):
     """A flow's own retry keeps the run's id, as `prefect flow-run retry` does."""
     from prefect import flow
 
-    from flows.flow_run import recompute_missing
+    from tasks.runtime.flow_run import recompute_missing
 
     tries = []
 
@@ -394,7 +395,7 @@ def test_damage_that_comes_back_ends_in_one_clear_error(stages, run, monkeypatch
         raise CorruptObject(content_id, f"object {content_id} is corrupt")
 
     made, _ = run(lambda: stages["make"](8))
-    from tasks import stage as stage_module
+    from tasks.runtime import stage as stage_module
 
     real = ObjectStore.get_bytes
     monkeypatch.setattr(
@@ -456,7 +457,7 @@ def test_a_stage_whose_time_is_up_keeps_what_it_has_and_the_next_try_goes_on_fro
 
 
 def test_a_stage_that_always_takes_too_long_fails_and_says_why(stages, run, objects):
-    from tasks.stage import RETRIES
+    from tasks.runtime.stage import RETRIES
 
     reason = r"stage last took longer than 0\.5 s \(timeouts\.filing\); what it stored is kept"
     with pytest.raises(StageTimeout, match=reason):
@@ -467,7 +468,7 @@ def test_a_stage_that_always_takes_too_long_fails_and_says_why(stages, run, obje
 
 
 def test_waiting_for_another_that_computes_the_same_takes_nothing_off_a_stages_time(stages, run):
-    from tasks.connections import lock_folder
+    from tasks.runtime.connections import lock_folder
 
     counted, is_held = stages["last"], threading.Event()
 
@@ -483,28 +484,27 @@ def test_waiting_for_another_that_computes_the_same_takes_nothing_off_a_stages_t
 
 
 def test_a_stage_that_does_not_end_when_its_time_is_up_is_left_behind(stages, run, monkeypatch):
-    monkeypatch.setattr("tasks.time_limits.KEEP_SECONDS", 0.5)
+    monkeypatch.setattr("tasks.runtime.time_limits.KEEP_SECONDS", 0.5)
     made, states = run(lambda: stages["last"]("c", heeds=False, label="1"), timeouts={"filing": 1.0})
     STUCK.set()
     assert (made.number, states) == (2, ["Completed"])
 
 
-def test_every_stage_has_a_kind_and_every_kind_a_limit():
-    from tasks.stage import Stage
-    from tasks.time_limits import KINDS, kind_of
+def test_every_kind_of_stage_has_a_limit_and_there_are_stages_of_every_kind():
+    from tasks.runtime.stage import Stage
+    from tasks.runtime.time_limits import StageTime
 
     modules = [importlib.import_module(f"tasks.{path.stem}") for path in Path(tasks.__file__).parent.glob("[a-z]*.py")]
-    found = {item.name for module in modules for item in vars(module).values() if isinstance(item, Stage)}
-    assert found > KINDS.keys()
-    assert {kind_of(name) for name in found} == StageTimeouts.model_fields.keys()
+    found = {item.time for module in modules for item in vars(module).values() if isinstance(item, Stage)}
+    assert found == set(get_args(StageTime)) == StageTimeouts.model_fields.keys()
     assert StageTimeouts().cache_identity() is None
 
 
 def test_the_journal_says_which_stages_are_under_way_and_since_when(prefect_server):
     from prefect import flow
 
-    from tasks.logs import current_journal, keep_journal
-    from tasks.stage import stage
+    from tasks.runtime.journal import current_journal, keep_journal
+    from tasks.runtime.stage import stage
 
     @stage(version=1, cached=False)
     def outer(number: int, *, label: str = "") -> Made:

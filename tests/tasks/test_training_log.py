@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from tasks import logs
-from tasks.logs import Journal, StageEntry, StepLog, log_iteration
+from tasks.runtime import journal as logs
+from tasks.runtime.journal import Journal, StageEntry, StepLog, log_iteration
 
 
 def lines(caplog) -> list[str]:

@@ -10,7 +10,7 @@ Kill it and run it again: finished stages are cached, and the interrupted one re
 import sys
 from pathlib import Path
 
-from flows import prefect_server
+from tasks.runtime.prefect_server import prefect_server
 
 with prefect_server(Path("data/prefect")):
     # Not at the top: Prefect reads its server's address when it is imported.

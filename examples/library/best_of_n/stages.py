@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_core.data import SftRow, decode_completions_blob, decode_samples, to_jsonl
 from rollout_core.objects import BlobId, Completions, Record
-from tasks.stage import current_stage, stage
+from tasks.runtime.stage import current_stage, stage
 
 
 class Chosen(Record):

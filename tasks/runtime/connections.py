@@ -23,7 +23,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.connections import Connections
 from rollout_core.store.sql.by_url import is_postgres
-from tasks.rehearsing import current_rehearsal
+from tasks.runtime.dry_run import current_rehearsal
 
 BlockT = TypeVar("BlockT", bound=Block)
 

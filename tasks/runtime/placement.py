@@ -1,8 +1,8 @@
 """Where stages run: the seam between a stage that is called and a worker that runs it.
 
-A flow calls its stages and knows nothing of this. Around it `placing` says, stage by stage, what takes the call instead
-of this process; `flows/placement.py` does so by a run's ``[placement]`` table. On a worker `sharing` says that others
-help with the stage, so what it takes for itself has to be kept where they see it.
+A flow calls its stages and knows nothing of this. Around it `placing` says, by the place that a stage names, what takes
+the call instead of this process; `tasks/runtime/dask/placed_stages.py` does so by a run's ``[placement]`` table. On a
+worker `sharing` says that others help with the stage, so what it takes for itself has to be kept where they see it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
 
+from rollout_core.base.ids import ContentId
 from rollout_core.config import WorkersConfig
+from rollout_core.config.inference import StagePlace
 from rollout_core.objects.records import Record
 
 R = TypeVar("R", bound=Record)
@@ -25,13 +27,13 @@ R = TypeVar("R", bound=Record)
 Place = Callable[[Any, dict[str, Any]], Any]
 """Runs a stage with these arguments, by name, and returns its record."""
 
-_places: ContextVar[Mapping[str, Place] | None] = ContextVar("rollout_places", default=None)
+_places: ContextVar[Mapping[StagePlace, Place] | None] = ContextVar("rollout_places", default=None)
 _sharing: ContextVar[WorkersConfig | None] = ContextVar("rollout_sharing", default=None)
 
 
 @contextmanager
-def placing(places: Mapping[str, Place]) -> Iterator[None]:
-    """Stages with these names, called inside the block, run there; the others in this process."""
+def placing(places: Mapping[StagePlace, Place]) -> Iterator[None]:
+    """Stages of these places, called inside the block, run there; the others in this process."""
     token = _places.set(places)
     try:
         yield
@@ -39,10 +41,10 @@ def placing(places: Mapping[str, Place]) -> Iterator[None]:
         _places.reset(token)
 
 
-def place_of(stage: str) -> Place | None:
-    """Where a stage called here runs; None: in this process."""
+def place_of(place: StagePlace | None) -> Place | None:
+    """Where a stage that names ``place`` runs, called here; None: in this process."""
     places = _places.get()
-    return None if places is None else places.get(stage)
+    return None if places is None or place is None else places.get(place)
 
 
 @contextmanager
@@ -84,3 +86,7 @@ class Submitted(Generic[R]):
         """Wait for the record. Raises what the stage raised."""
         self._future.wait()
         return self._finish(self._future.state, time.monotonic() - self._started)
+
+
+StartHelp = Callable[[RunsTasks, dict[str, Any], ContentId], Submitted[Any]]
+"""Starts, on a worker, help with a call of a stage that has these arguments and this key."""

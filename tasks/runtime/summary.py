@@ -20,9 +20,9 @@ from rollout_core.base.determinism import num_gpus
 from rollout_core.base.settings import ui_address, without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
-from tasks.artifacts import Page
-from tasks.events import RunDone, RunStart, emit
-from tasks.logs import CACHED, CHECKED, Journal, Outcome, StageEntry
+from tasks.runtime.artifacts import Page
+from tasks.runtime.events import RunDone, RunStart, emit
+from tasks.runtime.journal import CACHED, CHECKED, Journal, Outcome, StageEntry
 
 KEY = "summary"
 MOST_STAGES = 500

@@ -28,7 +28,6 @@ from prefect.context import FlowRunContext, serialize_context
 from prefect.settings import PREFECT_API_URL
 from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
-from flows.dask.worker import Driver, EngineKeeper, address_of, run_stage
 from rollout_core.base import traces
 from rollout_core.base.determinism import current_numerics
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
@@ -38,11 +37,12 @@ from rollout_core.inference.batch import Progress
 from rollout_core.inference.ledger import this_worker
 from rollout_core.inference.runs import tally
 from rollout_core.plans.cluster import LOCAL_CLUSTERS, in_words, offers
-from tasks import connections, events
-from tasks.batch import FanOut, R, T
-from tasks.logs import stage_logger
-from tasks.placing import Submitted
-from tasks.stage import retry
+from tasks.runtime import connections, events
+from tasks.runtime.dask.worker import Driver, EngineKeeper, address_of, run_stage
+from tasks.runtime.fan_out import FanOut, R, T
+from tasks.runtime.journal import stage_logger
+from tasks.runtime.placement import Submitted
+from tasks.runtime.stage import retry
 
 SHARDS_PER_WORKER = 2
 LOOK_SECONDS = 1.0
@@ -123,7 +123,7 @@ class DaskFleet:
         self._driver = driver
         self._at_once = at_once
         self._shared: WorkersConfig | None = None
-        """What workers are told of helpers of their stage (`tasks.placing.sharing`)."""
+        """What workers are told of helpers of their stage (`tasks.runtime.placement.sharing`)."""
         self._context = _flow_context()
         self._tally = tally(driver.run_id)
         self._jobs: dict[str, _Job] = {}

@@ -1,7 +1,7 @@
 """What a person looks at: pictures of figures; and in the Prefect UI tables, curves, links and progress of stages.
 
-An artifact never decides about a stage: it is sent in the background (`tasks.artifact_sender`), and when the server
-refuses it, that is logged.
+An artifact never decides about a stage: it is sent in the background (`tasks.runtime.artifact_sender`), and when the
+server refuses it, that is logged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rich.table import Column
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import size_text
 from rollout_core.base.watching import watched
-from tasks.artifact_sender import SENDER, Outgoing
-from tasks.logs import INTERVAL_SECONDS, Pace, stage_logger
+from tasks.runtime.artifact_sender import SENDER, Outgoing
+from tasks.runtime.journal import INTERVAL_SECONDS, Pace, stage_logger
 
 
 def draw_curve(

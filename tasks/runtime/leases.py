@@ -31,8 +31,8 @@ from rollout_core.base.stopping import (
 )
 from rollout_core.inference.ledger import this_worker
 from rollout_core.store.sql.leases import Holding, Lease, LeaseBook
-from tasks import connections
-from tasks.logs import stage_logger
+from tasks.runtime import connections
+from tasks.runtime.journal import stage_logger
 
 AWAY_SECONDS = 5.0
 """How long a stage waits for a database that does not answer."""

@@ -4,9 +4,9 @@ Lines are written for people's programs alone: no stage reads them, and none wai
 the file that ``ROLLOUT_EVENTS`` names (all runs of a machine may write to one), or to stderr; without it, nowhere.
 
 The Prefect server is told of what is rare, so that its automations can act on it: ``rollout.promoted``,
-``rollout.run_done``. That goes out with the artifacts, from a thread of its own (`tasks.artifact_sender`): nothing
-waits for a server that is away, and what happened meanwhile is told in its order once it answers again. Each event
-keeps its id, so that the server files it once. ``ROLLOUT_PREFECT_EVENTS=off`` switches them off.
+``rollout.run_done``. That goes out with the artifacts, from a thread of its own (`tasks.runtime.artifact_sender`):
+nothing waits for a server that is away, and what happened meanwhile is sent in its order once it answers again. Each
+event keeps its id, so that the server files it once. ``ROLLOUT_PREFECT_EVENTS=off`` switches them off.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollout_core.base import traces
 from rollout_core.base.settings import locations
-from tasks.artifact_sender import SENDER
-from tasks.logs import Learning, current_journal, stage_logger, title_of
+from tasks.runtime.artifact_sender import SENDER
+from tasks.runtime.journal import Learning, current_journal, stage_logger, title_of
 
 STDERR = "stderr"
 """In place of a file's name."""

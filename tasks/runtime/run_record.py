@@ -17,7 +17,6 @@ from typing import Any
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 
-from flows.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about
 from rollout_core.base.errors import NotFound
 from rollout_core.base.settings import without_passwords
 from rollout_core.base.stopping import is_stopping
@@ -37,8 +36,9 @@ from rollout_core.runs.records import (
     StageCall,
 )
 from rollout_core.runs.samples import own_evaluations
-from tasks.connections import objects
-from tasks.logs import Journal, StageEntry, stage_logger
+from tasks.runtime.connections import objects
+from tasks.runtime.journal import Journal, StageEntry, stage_logger
+from tasks.runtime.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about
 
 LEAST_SECONDS, MOST_SECONDS = 5.0, 60.0
 """Between two records of a run under way; a run that takes long writes less often."""

@@ -36,21 +36,22 @@ from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import beside_identity, identity
+from rollout_core.config.inference import StagePlace
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
 from rollout_core.objects.lineage import Lineage, named_in, record_lineage, software_versions
 from rollout_core.objects.records import Record
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from rollout_core.objects.unstored import is_whole
-from tasks import connections
-from tasks.arguments import spread_arguments
-from tasks.artifact_sender import SENDER
-from tasks.events import WorkEnd, WorkStart, emit
-from tasks.leases import alone
-from tasks.logs import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
-from tasks.placing import RunsTasks, Submitted, place_of
-from tasks.rehearsing import current_rehearsal
-from tasks.time_limits import in_time, seconds_for
+from tasks.runtime import connections
+from tasks.runtime.arguments import spread_arguments
+from tasks.runtime.artifact_sender import SENDER
+from tasks.runtime.dry_run import InDryRun, current_rehearsal
+from tasks.runtime.events import WorkEnd, WorkStart, emit
+from tasks.runtime.journal import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
+from tasks.runtime.leases import alone
+from tasks.runtime.placement import RunsTasks, StartHelp, Submitted, place_of
+from tasks.runtime.time_limits import StageTime, in_time, seconds_for
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
@@ -130,6 +131,9 @@ def stage(
     concurrency: str | None = None,
     optional: tuple[str, ...] = (),
     imports: bool = False,
+    time: StageTime = "filing",
+    place: StagePlace | None = None,
+    in_dry_run: InDryRun | None = None,
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
     """Make a function from ids and small settings to a `Record` a stage.
 
@@ -138,11 +142,24 @@ def stage(
     it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
     ``label`` is for people only and stays out of the cache key, and so do the ``optional`` ones while they are None.
     The fields of a dataclass count as arguments of their own. One that ``imports`` changes nothing but the object
-    store, and is quick: a rehearsal does it on a copy.
+    store, and is quick: a dry run does it on a copy. ``in_dry_run`` takes the place of the function there, with its
+    arguments by name; where it returns None the result is not known before the run. ``time``: which field of
+    `StageTimeouts` bounds a try. ``place``: which table of a run's ``[placement]`` says where it runs.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
-        return Stage(function, version, cached, retries, concurrency, optional, imports)
+        return Stage(
+            function,
+            version=version,
+            cached=cached,
+            retries=retries,
+            concurrency=concurrency,
+            optional=optional,
+            imports=imports,
+            time=time,
+            place=place,
+            in_dry_run=in_dry_run,
+        )
 
     return decorate
 
@@ -153,18 +170,26 @@ class Stage(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
+        *,
         version: int,
         cached: bool,
         retries: int,
         concurrency: str | None,
-        optional: tuple[str, ...] = (),
-        imports: bool = False,
+        optional: tuple[str, ...],
+        imports: bool,
+        time: StageTime,
+        place: StagePlace | None,
+        in_dry_run: InDryRun | None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
         self.version = version
         self.cached = cached
         self.imports = imports
+        self.time: StageTime = time
+        self.place: StagePlace | None = place
+        self.in_dry_run = in_dry_run
+        self._start_help: StartHelp | None = None
         self._function = function
         self._signature = inspect.signature(function)
         self.record: type[R] = get_type_hints(function)["return"]
@@ -190,7 +215,7 @@ class Stage(Generic[P, R]):
         inputs = self._bind(args, kwargs)
         if (rehearsal := current_rehearsal()) is not None:
             return cast(R, rehearsal.call(self, inputs))
-        place = place_of(self.name)
+        place = place_of(self.place)
         if place is not None and not self._is_stored(inputs):
             with at_work(self.name, self._label(inputs)):
                 return place(self, inputs)
@@ -216,6 +241,16 @@ class Stage(Generic[P, R]):
             return self._result(inputs, state, seconds, span)
 
         return Submitted(future, result)
+
+    def helped_by(self, start: StartHelp) -> StartHelp:
+        """Decorates what starts help with a call on another worker: ``start(runner, inputs, key)`` of that call."""
+        self._start_help = start
+        return start
+
+    def help(self, runner: RunsTasks, inputs: dict[str, Any]) -> Submitted[Any]:
+        """Start on a worker what helps another with a call of this stage."""
+        assert self._start_help is not None, f"{self.name} shares no samples"
+        return self._start_help(runner, inputs, self.key(inputs))
 
     def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
         """Run what a `submit` of another process handed over, with the storage of this process's settings.
@@ -320,7 +355,7 @@ class Stage(Generic[P, R]):
     def _beside(self, inputs: dict[str, Any]) -> dict[str, Any]:
         journal = current_journal()
         makers = {} if journal is None else journal.makers_for(named_in(identity(spread_arguments(inputs))))
-        return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.name), MAKERS: makers}
+        return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.time), MAKERS: makers}
 
     def _run(self, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
         context = TaskRunContext.get()
@@ -339,11 +374,11 @@ class Stage(Generic[P, R]):
         return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
     def _compute_in_time(self, run: StageRun, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
-        with in_time(self.name, beside[TIMEOUT]):
+        with in_time(self.name, self.time, beside[TIMEOUT]):
             return self._compute(run, inputs)
 
     def _compute_once(self, run: StageRun, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
-        with alone(run.key, self.name) as check, in_time(self.name, beside[TIMEOUT]):
+        with alone(run.key, self.name) as check, in_time(self.name, self.time, beside[TIMEOUT]):
             run = replace(run, check=check)
             _current_run.set(run)
             record = None if _computes_again.get() else self._stored(run.storage, run.key)

@@ -1,8 +1,8 @@
 """One night at a time: of several runs that were missed only the newest runs, and none ends because of its place.
 
 Deployments of scheduled flows have a concurrency limit of one, for which a run holds a lease on the Prefect server.
-Every module of a flow imports this one, by `flows.flow_run` or by itself; with it Prefect's own parts say less of an
-outage.
+Every module of a flow imports this one, by `tasks.runtime.flow_run` or by itself; with it Prefect's own parts say less
+of an outage.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed
 
-from flows import outage_logs
-from tasks.logs import stage_logger
+from tasks.runtime import outage_logs
+from tasks.runtime.journal import stage_logger
 
 SKIPPED = "Skipped"
 """Name of the state, of type Completed, in which a run ends whose work a newer one does."""

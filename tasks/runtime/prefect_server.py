@@ -2,7 +2,7 @@
 
 One Prefect server a folder: started by the first command, shared by all that run there at the same time, gone with the
 last one. It belongs to no command; its users are known by locks, which the kernel frees whoever is killed
-(`flows.server_process` says which).
+(`tasks.runtime.server_process` says which).
 
 prefect reads its own settings when it is imported, so nothing here imports it before the server's address is in the
 environment, and object store and database go through it only where a setting names a block.
@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flows.server_process import LOCK, LOG, USERS_LOCK, Listening, api_address
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.locks import exclusive, shared, try_exclusive
 from rollout_core.base.processes import ProcessName, in_environment, search_path, this_machine
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.store.connections import Connections, plain_connections
+from tasks.runtime.server_process import LOCK, LOG, USERS_LOCK, Listening, api_address
 
 PREFECT_HOME = Path("data/prefect")
 """Of the server that a command starts where none is configured."""
@@ -57,7 +57,7 @@ def connections() -> Connections | None:
         return plain_connections()
     if not os.environ.get("PREFECT_API_URL"):
         return None
-    from tasks.connections import current_connections
+    from tasks.runtime.connections import current_connections
 
     return current_connections()
 
@@ -70,7 +70,7 @@ def object_store(storage: str | None) -> Iterator[ObjectStore]:
         yield ObjectStore.from_url(address)
         return
     with prefect_server(PREFECT_HOME):
-        from tasks.connections import storage_at
+        from tasks.runtime.connections import storage_at
 
         yield storage_at(address).objects()
 
@@ -83,7 +83,7 @@ def storage_and_database() -> Iterator[Connections]:
         yield known
         return
     with prefect_server(PREFECT_HOME):
-        from tasks.connections import current_connections
+        from tasks.runtime.connections import current_connections
 
         yield current_connections()
 
@@ -205,7 +205,7 @@ def _start(home: Path, port: int, lock: int) -> None:
         # Returns at once: the server lives on as a process that is nobody's child.
         subprocess.run(
             # -P: the folder it runs in may have a `flows` of its own.
-            [sys.executable, "-P", "-m", "flows.server_process", str(port), str(home), str(lock)],
+            [sys.executable, "-P", "-m", "tasks.runtime.server_process", str(port), str(home), str(lock)],
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,

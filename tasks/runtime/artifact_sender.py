@@ -27,7 +27,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, Settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from tasks.logs import stage_logger
+from tasks.runtime.journal import stage_logger
 
 CAPACITY = 1000
 """How many wait at most; beyond it the oldest is left out."""

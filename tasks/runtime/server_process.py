@@ -1,7 +1,7 @@
 """The Prefect server of a folder as a process that nobody owns: it ends with the last command that uses it.
 
-Run by `flows.connections`: ``python -m flows.server_process PORT FOLDER LOCK``. LOCK is a descriptor that holds the
-lock file of the folder's server, in which the process says who it is and where it listens.
+Run by `tasks.runtime.prefect_server`: ``python -m tasks.runtime.server_process PORT FOLDER LOCK``. LOCK is a descriptor
+that holds the lock file of the folder's server, in which the process says who it is and where it listens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from flows.server_tables import make_tables
 from rollout_core.base.locks import try_exclusive
 from rollout_core.base.processes import ProcessName
+from tasks.runtime.server_tables import make_tables
 
 LOCK = "server.lock"
 """Held by the server while it lives; holds a `Listening` once it has started."""

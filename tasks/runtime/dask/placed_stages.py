@@ -12,31 +12,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout_core.config import PlacedRun, PlacementConfig, Run, WorkersConfig
+from rollout_core.config.inference import StagePlace
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
-from tasks import connections
-from tasks.batch import FanOut
-from tasks.generate import batch_inference, help_inference
-from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
-from tasks.placing import RunsTasks, Submitted, placing
-from tasks.score import evaluate, evaluate_by, help_scoring, score_rewards
-from tasks.stage import Stage
+from tasks.runtime import connections
+from tasks.runtime.fan_out import FanOut
+from tasks.runtime.placement import RunsTasks, Submitted, placing
+from tasks.runtime.stage import Stage
 
 if TYPE_CHECKING:
-    from flows.dask.fleet import DaskFleet, OpenCluster
+    from tasks.runtime.dask.fleet import DaskFleet, OpenCluster
 
 CLAIMS_PER_WORKER = 4
 """Blocks that a worker's share of a sample set is claimed in: what is claimed is not shared any more."""
 MOST_CLAIMED = 256
-
-STAGES: dict[str, tuple[Stage[..., Any], ...]] = {
-    "generation": (batch_inference, evaluate),
-    "scoring": (score_rewards, evaluate_by),
-    "learning": (sft_update, rm_update, dpo_update, kto_update, ppo_update, grpo_update),
-}
-"""Stages by the table of ``[placement]`` that says where they run; all others take little, and stay with the flow."""
 
 
 @contextmanager
@@ -46,8 +37,7 @@ def placed(config: Run, flow_run_id: str) -> Iterator[None]:
         yield
         return
     with _Placement(config.placement, flow_run_id) as placement:
-        kinds = config.placement.kinds
-        with placing({stage.name: placement.place(kind) for kind in kinds for stage in STAGES[kind]}):
+        with placing({kind: placement.place(kind) for kind in config.placement.kinds}):
             yield
 
 
@@ -106,25 +96,7 @@ class _Call:
 
     def help(self, runner: RunsTasks) -> Submitted[Any]:
         """What another worker does for it meanwhile."""
-        inputs = self.inputs
-        if self.stage is score_rewards:
-            return help_scoring.submit(
-                runner,
-                inputs["completions"],
-                inputs["reward"],
-                inputs["reward_source"],
-                self.stage.key(inputs),
-                by_part=bool(inputs["by_part"]),
-                label=inputs["label"],
-            )
-        return help_inference.submit(
-            runner,
-            inputs["prompts"],
-            inputs["sampling"],
-            inputs["backend"],
-            deterministic=inputs.get("deterministic", True),
-            label=inputs["label"],
-        )
+        return self.stage.help(runner, self.inputs)
 
 
 class _Placement:
@@ -135,7 +107,7 @@ class _Placement:
         self._flow_run_id = flow_run_id
         self._stack = ExitStack()
         self._cluster: OpenCluster | None = None
-        self._fleets: dict[str, DaskFleet] = {}
+        self._fleets: dict[StagePlace, DaskFleet] = {}
 
     def __enter__(self) -> _Placement:
         return self
@@ -144,11 +116,11 @@ class _Placement:
         self._stack.__exit__(*error)
         forget_tally(self._flow_run_id)
 
-    def place(self, kind: str) -> Callable[[Stage[..., Any], dict[str, Any]], Any]:
+    def place(self, kind: StagePlace) -> Callable[[Stage[..., Any], dict[str, Any]], Any]:
         """What runs stages of this kind."""
         return lambda stage, inputs: self._run(kind, _Call(stage, inputs))
 
-    def _run(self, kind: str, call: _Call) -> Any:
+    def _run(self, kind: StagePlace, call: _Call) -> Any:
         config, fleet = self._config.of(kind), self._fleet(kind)
         if call.num_samples is None or config.max_workers == 1:
             fleet.share(None)
@@ -158,7 +130,7 @@ class _Placement:
         fleet.share(WorkersConfig(dask=config, claim_size=claim_size))
         return fleet.run_all([call], call.shared(self._flow_run_id))[0]
 
-    def _fleet(self, kind: str) -> DaskFleet:
+    def _fleet(self, kind: StagePlace) -> DaskFleet:
         if kind not in self._fleets:
             config = self._config.of(kind)
             self._fleets[kind] = self._opened().fleet(WorkersConfig(dask=config), config, at_once=1)
@@ -167,7 +139,7 @@ class _Placement:
     def _opened(self) -> OpenCluster:
         if self._cluster is None:
             # Dask is an extra.
-            from flows.dask.fleet import dask_cluster
+            from tasks.runtime.dask.fleet import dask_cluster
 
             self._cluster = self._stack.enter_context(
                 dask_cluster(self._config.dask, self._flow_run_id, key="placement.dask")

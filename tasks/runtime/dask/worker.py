@@ -36,11 +36,11 @@ from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.pretrained import prepare_transformers
-from tasks import connections
-from tasks.arguments import spread_arguments
-from tasks.placing import sharing
-from tasks.score import close_rewards
-from tasks.stage import Stage, retry
+from rollout_core.rewards.kept import close_rewards
+from tasks.runtime import connections
+from tasks.runtime.arguments import spread_arguments
+from tasks.runtime.placement import sharing
+from tasks.runtime.stage import Stage, retry
 
 IDLE_SECONDS = 300.0
 """An engine that had nothing to do for this long is closed: a driver that was killed cannot ask for it."""

@@ -21,18 +21,21 @@ from pydantic import BaseModel
 from blocks import ContentAddressedStorage
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.objects.records import Record
-from tasks.arguments import spread_arguments
+from tasks.runtime.arguments import spread_arguments
 
 CallState = Literal["cached", "continued", "computed", "checked"]
+InDryRun = Callable[..., Record | None]
+"""Takes the place of the function of a stage that is never cached, with its arguments by name; None: a stand-in."""
 
 
 class RehearsedStage(Protocol):
-    """What a rehearsal asks of a stage, see `tasks.stage.Stage`."""
+    """What a rehearsal asks of a stage, see `tasks.runtime.stage.Stage`."""
 
     name: str
     cached: bool
     imports: bool
     record: Any
+    in_dry_run: InDryRun | None
 
     def find(self, inputs: dict[str, Any]) -> Record | None: ...
 
@@ -63,8 +66,6 @@ class Rehearsal:
 
     storage: ContentAddressedStorage
     """Over a copy that takes what is written."""
-    instead: Mapping[str, Callable[[dict[str, Any]], Record | None]] = field(default_factory=dict)
-    """What takes the place of functions of stages that are never cached, by the stages' names; None: a stand-in."""
     out_of_reach: Callable[[dict[str, Any]], str | None] = lambda inputs: None
     """Why an import with these arguments cannot be done now, if so."""
     calls: list[RehearsedCall] = field(default_factory=list)
@@ -94,8 +95,8 @@ class Rehearsal:
         if why is not None:
             self.remarks.append(why)
             return None
-        if stage.name in self.instead:
-            return self.instead[stage.name](inputs)
+        if stage.in_dry_run is not None:
+            return stage.in_dry_run(**inputs)
         return stage.carry_out(inputs) if stage.imports else None
 
     def stand_in(self, kind: type[Any]) -> Any:

@@ -38,10 +38,7 @@ from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry, Crashed
 
-import flows.nights  # noqa: F401 - a run whose place is lost goes on
-from flows.placement import placed
-from flows.recording import WORKERS_RUN, Recorder
-from flows.summary import RunSummary
+import tasks.runtime.scheduled_runs  # noqa: F401 - a run whose place is lost goes on
 from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
 from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherOutcome, RolloutError
@@ -49,12 +46,15 @@ from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
 from rollout_core.objects.leases import lease
-from tasks.artifact_sender import SENDER
-from tasks.connections import objects
-from tasks.logs import Journal, keep_journal, stage_logger
-from tasks.rehearsing import current_rehearsal
-from tasks.stage import refreshing, retry
-from tasks.time_limits import limiting
+from tasks.runtime.artifact_sender import SENDER
+from tasks.runtime.connections import objects
+from tasks.runtime.dask.placed_stages import placed
+from tasks.runtime.dry_run import current_rehearsal
+from tasks.runtime.journal import Journal, keep_journal, stage_logger
+from tasks.runtime.run_record import WORKERS_RUN, Recorder
+from tasks.runtime.stage import refreshing, retry
+from tasks.runtime.summary import RunSummary
+from tasks.runtime.time_limits import limiting
 
 R = TypeVar("R")
 

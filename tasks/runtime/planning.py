@@ -6,38 +6,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from prefect import Flow
 
 from blocks import ContentAddressedStorage
-from flows.summary import about
 from rollout_core.base.determinism import num_gpus
 from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSource, Run, RunCost
-from rollout_core.models.locating import (
-    converted_before,
-    import_adapter,
-    import_model as file_model,
-    is_gguf,
-    locate_model,
-    locate_tokenizer,
-    merged_before,
-    templated,
-)
-from rollout_core.objects import ObjectStore
+from rollout_core.models.locating import locate_model, locate_tokenizer
 from rollout_core.objects.overlay import overlaid
-from rollout_core.objects.records import Model
-from rollout_core.promotion.history import history_of
 from rollout_core.runs.estimates import StageTime, stage_times
 from rollout_core.runs.records import RunRecords
-from tasks.connections import result_storage, working_folder
-from tasks.imports import import_model
-from tasks.promotion import Latest, latest_model
-from tasks.rehearsing import Rehearsal, RehearsedCall, StagesEnd, rehearsal_remark, rehearsing
+from tasks.runtime.connections import result_storage, working_folder
+from tasks.runtime.dry_run import Rehearsal, RehearsedCall, StagesEnd, rehearsing
+from tasks.runtime.summary import about
 
 FLOWS: Mapping[str, str] = {
     "nightly": "flows.nightly:nightly",
@@ -115,7 +100,7 @@ def plan_run(kind: str, config: Run) -> RunPlan:
     storage = result_storage()
     with scratch_folder("plan") as folder:
         copy = ContentAddressedStorage.over(overlaid(storage.objects(), folder))
-        rehearsal = Rehearsal(copy, {latest_model.name: _latest_model, import_model.name: _import_model}, _out_of_reach)
+        rehearsal = Rehearsal(copy, _out_of_reach)
         with rehearsing(rehearsal):
             try:
                 flow_of(kind).fn(config)
@@ -145,47 +130,6 @@ def _out_of_reach(inputs: dict[str, Any]) -> str | None:
         found = is_content_id(source.adapter) or (base / source.adapter).is_dir()
     named = ", ".join(filter(None, (source.uri, source.tokenizer, source.adapter)))
     return None if found else f"{named}: downloaded when the run starts; what is made of it counts as not cached"
-
-
-def _import_model(inputs: dict[str, Any]) -> Model | None:
-    """As `import_model` does, but an adapter is not merged in, which takes the whole files and the time of a run."""
-    source: ModelSource = inputs["source"]
-    objects, base = result_storage().objects(), working_folder()
-    plain = {"adapter": None, "chat_template": None, "chat_template_kwargs": {}}
-    model = _file_model(source.model_copy(update=plain), objects, base)
-    if model is None:
-        return None
-    if source.adapter is None:
-        return Model(model=templated(model, source, objects, base))
-    merged = merged_before(model, import_adapter(source.adapter, objects, base), objects)
-    if merged is None:
-        rehearsal_remark(
-            f"{source.uri}: the adapter {source.adapter} is merged in when the run starts; what is made of it counts "
-            "as not cached"
-        )
-        return None
-    return Model(model=templated(merged, source, objects, base))
-
-
-def _file_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId | None:
-    """As `file_model` does; of a GGUF file only what was made of it before."""
-    found = locate_model(source, base, download=False)
-    if found is None or not is_gguf(found):
-        return file_model(source, objects, base)
-    model = converted_before(source, objects, base)
-    if model is None:
-        rehearsal_remark(
-            f"{source.uri}: converted from GGUF when the run starts; what is made of it counts as not cached"
-        )
-    return model
-
-
-def _latest_model(inputs: dict[str, Any]) -> Latest:
-    """By the history, which needs no database."""
-    entries = history_of(result_storage().objects(), inputs["resource"], last=1)
-    served = entries[-1].model if entries else None
-    is_there = served is not None and result_storage().objects().tree_is_present(served)
-    return Latest(model=served if is_there else None, served=served)
 
 
 def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords) -> RunPlan:
