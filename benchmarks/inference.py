@@ -172,8 +172,10 @@ class Benchmark:
 @contextmanager
 def kept_engine(batch: Any) -> Iterator[list[Any]]:
     """Inside the block the batch flow leaves its engine running; gives the journals of its runs."""
+    from tasks.runtime import flow_run
+
     journals: list[Any] = []
-    recompute_missing = batch.recompute_missing
+    recompute_missing = flow_run.recompute_missing
 
     def run_and_keep_journal(body: Callable[[Any], Any], run: Any) -> Any:
         def keep(journal: Any) -> Any:
@@ -184,7 +186,7 @@ def kept_engine(batch: Any) -> Iterator[list[Any]]:
 
     with (
         patch.object(batch, "close_engine", lambda: None),
-        patch.object(batch, "recompute_missing", run_and_keep_journal),
+        patch.object(flow_run, "recompute_missing", run_and_keep_journal),
     ):
         yield journals
 

@@ -108,6 +108,7 @@ def run_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
     from rollout_core.data.samples import decode_completions_blob
     from rollout_core.inference.vllm_backend import VLLMEngine
     from rollout_core.objects.records import Scores
+    from tasks.runtime import flow_run
     from tasks.runtime.connections import objects
 
     rows, iterations = read_rows(arguments), arguments.steps + arguments.warm
@@ -141,7 +142,7 @@ def run_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     moments: list[tuple[float, float]] = []
     journals: list[Any] = []
-    recompute_missing, log_iteration = train.recompute_missing, learning.log_iteration
+    recompute_missing, log_iteration = flow_run.recompute_missing, learning.log_iteration
 
     def note(*args: Any) -> None:
         moments.append((time.perf_counter(), processor_seconds()))
@@ -152,7 +153,7 @@ def run_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
 
     with (
         patch.object(learning, "log_iteration", note),
-        patch.object(train, "recompute_missing", keep_journal),
+        patch.object(flow_run, "recompute_missing", keep_journal),
         timed_methods((Resumption, "finish"), (VLLMEngine, "update_weights")) as (filed, loaded),
     ):
         train.train_grpo(config)

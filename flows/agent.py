@@ -30,7 +30,6 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import AgentGRPO, SamplingParams, TrainAgentConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_agent
 from rollout_core.plans.plan import context_limit
@@ -39,9 +38,9 @@ from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.promotion import Promotion, in_base_precision, latest_model, precision_of, promote
 from tasks.runtime.artifacts import draw_curve
-from tasks.runtime.connections import current_connections, objects, open_store, working_folder
-from tasks.runtime.dry_run import planned, stages_end
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.connections import objects, open_store, working_folder
+from tasks.runtime.dry_run import stages_end
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, log_iteration
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.stage import retry
@@ -83,15 +82,11 @@ class AgentIteration:
 @flow(name="train-agent", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def train_agent(config: TrainAgentConfig) -> TrainedAgent:
     """Train the model behind an agent by GRPO or PPO on what the agent does, and evaluate it on held-out tasks."""
-    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
-    planned(retry(lambda: plan_agent(config, working_folder(), current_connections())))
-    try:
-        return recompute_missing(keeping(lambda journal: _train(config, journal), config.run), config)
-    finally:
-        close_agents()
-        close_engine()
+    return _train(config)
 
 
+@pipeline(plan_agent, closes=(close_agents, close_engine))
+@keeping
 def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
     settings = config.algorithm
     source = import_agent(config.agent)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from prefect import flow
@@ -36,7 +37,6 @@ from rollout_core.inference.runs import (
     work_of,
 )
 from rollout_core.inference.shards import shards_of
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import ShardCompletions
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
@@ -44,10 +44,10 @@ from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_s
 from tasks.imports import import_model
 from tasks.runtime import artifacts, connections
 from tasks.runtime.artifacts import draw_histogram
-from tasks.runtime.connections import current_connections, objects, working_folder
-from tasks.runtime.dry_run import current_rehearsal, planned, stages_end
+from tasks.runtime.connections import objects, working_folder
+from tasks.runtime.dry_run import current_rehearsal, stages_end
 from tasks.runtime.fan_out import FanOut, Fleet, local_fleet
-from tasks.runtime.flow_run import recompute_missing, through_stderr
+from tasks.runtime.flow_run import pipeline, through_stderr
 from tasks.runtime.journal import Journal, Outcome, Speed, stage_logger
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.stage import retry
@@ -62,35 +62,26 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
-    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
-    planned(retry(lambda: plan_batch(config, working_folder(), run_id, current_connections())))
-    if current_rehearsal() is not None:
-        return recompute_missing(lambda journal: _rehearse(config), config)
+    body = _infer if current_rehearsal() is None else _rehearse
+    return pipeline(partial(plan_batch, run_id=run_id), closes=(close_engine,))(body)(config, run_id)
+
+
+def _infer(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
     folder = output_folder(config.output.dir, working_folder(), objects())
-    requested = run_id
     run_id = retry(lambda: resolve_run_id(folder, requested))
-
-    def body(journal: Journal) -> dict[str, Any]:
-        model = import_model(config.model)
-        is_resumed = begin_run(objects(), run_id, parameters_of(config, model.model), folder, requested)
-        stage_logger().info("run %s %s", run_id, "resumes" if is_resumed else "starts")
-        prompts = import_prompts(config)
-        shards = shards_of(objects(), prompts)
-        records, figures, pictures = _complete(
-            config, run_id, model.model, shards, prompts.num_rows * config.sampling.n
-        )
-        written = write_completions(records, config, run_id)
-        facts = {"output": written.path, **{name: f"{value:,}" for name, value in figures.items()}}
-        journal.outcome = Outcome(facts=facts, pictures=pictures)
-        return {**written.model_dump(mode="json"), "figures": figures}
-
-    try:
-        return recompute_missing(body, config)
-    finally:
-        close_engine()
+    model = import_model(config.model)
+    is_resumed = begin_run(objects(), run_id, parameters_of(config, model.model), folder, requested)
+    stage_logger().info("run %s %s", run_id, "resumes" if is_resumed else "starts")
+    prompts = import_prompts(config)
+    shards = shards_of(objects(), prompts)
+    records, figures, pictures = _complete(config, run_id, model.model, shards, prompts.num_rows * config.sampling.n)
+    written = write_completions(records, config, run_id)
+    facts = {"output": written.path, **{name: f"{value:,}" for name, value in figures.items()}}
+    journal.outcome = Outcome(facts=facts, pictures=pictures)
+    return {**written.model_dump(mode="json"), "figures": figures}
 
 
-def _rehearse(config: InferBatchConfig) -> dict[str, Any]:
+def _rehearse(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
     """The stages of a run, beside its output folder, where a run is begun by writing."""
     model = import_model(config.model).model
     prompts = import_prompts(config)

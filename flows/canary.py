@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypedDict
 
 from prefect import flow
@@ -11,7 +12,6 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.inference.engines import close_engine
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.promotion.evidence import same_prompts
@@ -20,11 +20,11 @@ from rollout_core.rewards.kept import close_rewards
 from tasks.imports import import_prompts
 from tasks.promotion import latest_model, roll_back
 from tasks.runtime import artifacts
-from tasks.runtime.connections import current_connections, objects, working_folder
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.connections import objects
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, stage_logger
 from tasks.runtime.run_record import record_refusal
-from tasks.runtime.stage import refresh_name, retry
+from tasks.runtime.stage import refresh_name
 
 
 class Verdict(TypedDict):
@@ -58,17 +58,11 @@ def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, A
     if max_drop < 0:
         raise ConfigError(f"max_drop {max_drop:g}: expected 0 or more, by which the mean reward may fall")
     changed = apply_overrides(as_given(config), {**(overrides or {}), "run.refresh": True})
-    given = parse_config(changed, NightlyConfig, name="overrides")
-    config = retry(lambda: with_whole_ids(given, working_folder(), objects))
-    retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True))
-    try:
-        return recompute_missing(lambda journal: _canary(config, max_drop, journal), config)
-    finally:
-        close_engine()
-        close_rewards()
+    return _canary(parse_config(changed, NightlyConfig, name="overrides"), max_drop)
 
 
-def _canary(config: NightlyConfig, max_drop: float, journal: Journal) -> Verdict:
+@pipeline(partial(plan_nightly, keep=True), closes=(close_engine, close_rewards))
+def _canary(config: NightlyConfig, journal: Journal, max_drop: float) -> Verdict:
     resource = config.promotion.resource
     model = latest_model(resource).model
     promised = None if model is None else _promised(resource, model)

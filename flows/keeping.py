@@ -7,18 +7,19 @@ before or the later one. What was given up still counts for the results that nam
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from prefect.context import FlowRunContext
 
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.stopping import is_stopping, run_async
-from rollout_core.config import RunInfo
+from rollout_core.config import Run, RunInfo
 from rollout_core.objects import Snapshot, SnapshotStore
 from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
@@ -30,8 +31,9 @@ from tasks.runtime.dry_run import current_rehearsal
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import retry
 
-J = TypeVar("J")
 R = TypeVar("R")
+RunT = TypeVar("RunT", bound=Run)
+P = ParamSpec("P")
 
 _PAUSE_PER_SECOND = 10.0
 """Deleting looks at every name of the storage; so many times as long as that took it is left alone, and done at the
@@ -123,17 +125,18 @@ async def _served() -> str:
 _current: ContextVar[Keeping | None] = ContextVar("rollout_keeping", default=None)
 
 
-def keeping(body: Callable[[J], R], run: RunInfo) -> Callable[[J], R]:
+def keeping(body: Callable[Concatenate[RunT, P], R]) -> Callable[Concatenate[RunT, P], R]:
     """The body of a run that trains; a pass of it gives up states and models as ``run.keep_states`` says."""
 
-    def passed(journal: J) -> R:
-        context = FlowRunContext.get()
+    @functools.wraps(body)
+    def passed(config: RunT, *args: P.args, **kwargs: P.kwargs) -> R:
+        run, context = config.run, FlowRunContext.get()
         if context is None or context.flow_run is None or current_rehearsal() is not None or run.keep_states == "all":
-            return body(journal)
+            return body(config, *args, **kwargs)
         found = Keeping(run, str(context.flow_run.id))
         token = _current.set(found)
         try:
-            return body(journal)
+            return body(config, *args, **kwargs)
         finally:
             _current.reset(token)
             found.close()

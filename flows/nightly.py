@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypedDict, cast
 
 from prefect import flow
@@ -26,15 +27,14 @@ from flows.report import figure_of_steps
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.inference.engines import close_engine
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.rewards.kept import close_rewards
 from tasks.imports import import_model, import_prompts, import_sft
 from tasks.promotion import in_base_precision, latest_model, precision_of, promote
-from tasks.runtime.connections import current_connections, objects, working_folder
-from tasks.runtime.dry_run import planned, stages_end
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.connections import objects, working_folder
+from tasks.runtime.dry_run import stages_end
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.scheduled_runs import skipped_for_newer
@@ -71,15 +71,11 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
     if overrides:
         changed = apply_overrides(as_given(config), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
-    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
-    planned(retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True)))
-    try:
-        return recompute_missing(keeping(lambda journal: _nightly(config, journal), config.run), config)
-    finally:
-        close_engine()
-        close_rewards()
+    return _nightly(config)
 
 
+@pipeline(partial(plan_nightly, keep=True), closes=(close_engine, close_rewards))
+@keeping
 def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     model = import_model(config.model).model
     rows = import_sft(config.sft.dataset).data

@@ -18,7 +18,6 @@ from rollout_core.base.stopping import is_stopping
 from rollout_core.config import AgentGRPO, LearnOnlineConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentRollouts, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_online
 from rollout_core.plans.plan import context_limit
@@ -37,12 +36,11 @@ from tasks.online import (
 )
 from tasks.promotion import promote
 from tasks.runtime.artifacts import draw_curve
-from tasks.runtime.connections import current_connections, objects, working_folder
-from tasks.runtime.dry_run import planned, stages_end
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.connections import objects, working_folder
+from tasks.runtime.dry_run import stages_end
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, log_iteration, stage_logger
 from tasks.runtime.run_record import record_refusal
-from tasks.runtime.stage import retry
 
 MOST_STAGES = 500
 """Of the last ones the report tells, and this process keeps."""
@@ -71,17 +69,12 @@ class LearntOnline(TypedDict):
 @flow(name="learn-online", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def learn_online(config: LearnOnlineConfig) -> LearntOnline:
     """Serve a policy to live agents and train it on what they do with it, update by update."""
-    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
-    planned(retry(lambda: plan_online(config, working_folder(), current_connections())))
-    ends_at = None if config.max_hours is None else time.monotonic() + 3600 * config.max_hours
-    try:
-        return recompute_missing(lambda journal: _Learning(config, journal).run(ends_at), config)
-    finally:
-        try:
-            close_live()
-        finally:
-            close_agents()
-            close_engine()
+    return _learn(config, None if config.max_hours is None else time.monotonic() + 3600 * config.max_hours)
+
+
+@pipeline(plan_online, closes=(close_live, close_agents, close_engine))
+def _learn(config: LearnOnlineConfig, journal: Journal, ends_at: float | None) -> LearntOnline:
+    return _Learning(config, journal).run(ends_at)
 
 
 class _Learning:

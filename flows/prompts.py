@@ -16,7 +16,6 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TunePromptConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource
 from rollout_core.plans.agent_plan import plan_prompt
 from rollout_core.plans.plan import context_limit
@@ -25,12 +24,11 @@ from tasks.agents import close_agents, enqueue_tasks, import_agent, run_agents, 
 from tasks.imports import import_model, import_tasks
 from tasks.prompts import PromptPromotion, critique_prompt, edit_prompt, import_prompt, promote_prompt
 from tasks.runtime.artifacts import draw_curve
-from tasks.runtime.connections import current_connections, objects, working_folder
-from tasks.runtime.dry_run import planned, stages_end
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.connections import objects, working_folder
+from tasks.runtime.dry_run import stages_end
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, stage_logger
 from tasks.runtime.run_record import record_refusal
-from tasks.runtime.stage import retry
 
 TEMPLATE_FILE = "best-template.txt"
 
@@ -52,15 +50,10 @@ class TunedPrompt(TypedDict):
 @flow(name="tune-prompt", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def tune_prompt(config: TunePromptConfig) -> TunedPrompt:
     """Search for a template with which an agent earns more, and publish it if it does so on held-out tasks."""
-    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
-    planned(retry(lambda: plan_prompt(config, working_folder(), current_connections())))
-    try:
-        return recompute_missing(lambda journal: _tune(config, journal), config)
-    finally:
-        close_agents()
-        close_engine()
+    return _tune(config)
 
 
+@pipeline(plan_prompt, closes=(close_agents, close_engine))
 def _tune(config: TunePromptConfig, journal: Journal) -> TunedPrompt:
     search = _Search(config)
     held_out = import_tasks(config.evaluation.tasks, label="held out").data

@@ -28,7 +28,7 @@ from rollout_core.rewards.source_ids import hold_source
 from rollout_core.rewards.user_code import UserCode
 from tasks.agents import close_agents
 from tasks.runtime.connections import objects, storage_at
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
 from tasks.runtime.stage import Stage
 
@@ -230,30 +230,26 @@ def reproduce(content: str, source: str, numerics: str = "native") -> dict[str, 
     and ``difference``, None where there is none: ``stage``, the ids ``there`` and ``here``.
     """
     run = Run.model_validate({"run": RunInfo(name="reproduce").model_dump(), "numerics": numerics})
+    return _reproduce(run, ContentId(content), source)
 
-    def body(journal: Journal) -> dict[str, Any]:
-        there = storage_at(source).objects()
-        plan = plan_reproduction(there, ContentId(content))
-        if plan.problems:
-            raise ConfigError("\n".join(plan.problems))
-        for one in plan.first_inputs:
-            _copy(there, objects(), one)
-        same: list[str] = []
-        for step in plan.steps:
-            _hold_code(there, step)
-            outputs = step.stage(**step.inputs).outputs()
-            if outputs != step.lineage.outputs:
-                changed = {"there": list(step.lineage.outputs), "here": list(outputs)}
-                return {"same": same, "difference": {"stage": step.title, **changed}}
-            same.append(step.title)
-        return {"same": same, "difference": None}
 
-    try:
-        return recompute_missing(body, run)
-    finally:
-        close_engine()
-        close_rewards()
-        close_agents()
+@pipeline(None, closes=(close_engine, close_rewards, close_agents))
+def _reproduce(run: Run, journal: Journal, content: ContentId, source: str) -> dict[str, Any]:
+    there = storage_at(source).objects()
+    plan = plan_reproduction(there, content)
+    if plan.problems:
+        raise ConfigError("\n".join(plan.problems))
+    for one in plan.first_inputs:
+        _copy(there, objects(), one)
+    same: list[str] = []
+    for step in plan.steps:
+        _hold_code(there, step)
+        outputs = step.stage(**step.inputs).outputs()
+        if outputs != step.lineage.outputs:
+            changed = {"there": list(step.lineage.outputs), "here": list(outputs)}
+            return {"same": same, "difference": {"stage": step.title, **changed}}
+        same.append(step.title)
+    return {"same": same, "difference": None}
 
 
 def _copy(source: ObjectStore, target: ObjectStore, content: ContentId) -> None:

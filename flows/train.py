@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from prefect import flow
@@ -26,7 +27,6 @@ from rollout_core.config import (
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.partial_rollouts import Carried
 from rollout_core.inference.engines import close_engine
-from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import MODEL_FOLDER, SnapshotStore
 from rollout_core.plans.learner_plan import plan_training
@@ -38,12 +38,11 @@ from tasks.imports import (
     import_reward,
     start_snapshot,
 )
-from tasks.runtime.connections import current_connections, objects, working_folder
-from tasks.runtime.dry_run import planned, stages_end
-from tasks.runtime.flow_run import recompute_missing
+from tasks.runtime.connections import objects, working_folder
+from tasks.runtime.dry_run import stages_end
+from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.run_record import record_refusal
-from tasks.runtime.stage import retry
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 
@@ -90,27 +89,17 @@ def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     return _train_on_policy(config)
 
 
-def _checked(config: ConfigT) -> ConfigT:
-    """``config`` with whole content ids. Raises ConfigError naming all that is wrong with it."""
-    whole = retry(lambda: with_whole_ids(config, working_folder(), objects))
-    planned(retry(lambda: plan_training(whole, working_folder(), current_connections(), keep=True)))
-    return whole
-
-
-def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:
-    config = _checked(config)
-
-    def body(journal: Journal) -> dict[str, Any]:
-        settings, kind = config.algorithm, config.algorithm.kind
-        models = [import_model(settings.base_model).model]
-        if isinstance(settings, ReferencedAlgorithm):
-            models.append(import_model(settings.reference or settings.base_model).model)
-        checkpoint = learn_from_rows(config, kind, settings, *models, start_from=start_snapshot(config.run, kind))
-        stages_end()
-        journal.outcome = Outcome(facts=_facts(checkpoint))
-        return checkpoint.model_dump(mode="json")
-
-    return recompute_missing(keeping(body, config.run), config)
+@pipeline(partial(plan_training, keep=True))
+@keeping
+def _train_from_rows(config: TrainConfig[Any], journal: Journal) -> dict[str, Any]:
+    settings, kind = config.algorithm, config.algorithm.kind
+    models = [import_model(settings.base_model).model]
+    if isinstance(settings, ReferencedAlgorithm):
+        models.append(import_model(settings.reference or settings.base_model).model)
+    checkpoint = learn_from_rows(config, kind, settings, *models, start_from=start_snapshot(config.run, kind))
+    stages_end()
+    journal.outcome = Outcome(facts=_facts(checkpoint))
+    return checkpoint.model_dump(mode="json")
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:
@@ -149,38 +138,31 @@ def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig, prompts: ContentI
     return _Start(snapshots.subtree(train_state, MODEL_FOLDER), train_state, num_done, carried)
 
 
-def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]:
-    config = _checked(config)
-
-    def body(journal: Journal) -> dict[str, Any]:
-        settings = config.algorithm
-        model = import_model(settings.base_model).model
-        prompts = import_prompts(settings.prompts)
-        started = _start_iteration(config, prompts.data)
-        reward = import_reward(settings.reward)
-        iterations = policy_iterations(
-            started.model or model,
-            model,
-            prompts.data,
-            settings,
-            config.backend,
-            reward,
-            source_id(reward, base=working_folder()),
-            seed=config.seed,
-            num_threads=config.num_threads,
-            run_name=config.run.name,
-            train_state=started.train_state,
-            num_done=started.num_done,
-            carried=started.carried,
-        )
-        stages_end()
-        last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
-        curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
-        journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))
-        return {**last.model_dump(mode="json"), "rewards": rewards}
-
-    try:
-        return recompute_missing(keeping(body, config.run), config)
-    finally:
-        close_engine()
-        close_rewards()
+@pipeline(partial(plan_training, keep=True), closes=(close_engine, close_rewards))
+@keeping
+def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal) -> dict[str, Any]:
+    settings = config.algorithm
+    model = import_model(settings.base_model).model
+    prompts = import_prompts(settings.prompts)
+    started = _start_iteration(config, prompts.data)
+    reward = import_reward(settings.reward)
+    iterations = policy_iterations(
+        started.model or model,
+        model,
+        prompts.data,
+        settings,
+        config.backend,
+        reward,
+        source_id(reward, base=working_folder()),
+        seed=config.seed,
+        num_threads=config.num_threads,
+        run_name=config.run.name,
+        train_state=started.train_state,
+        num_done=started.num_done,
+        carried=started.carried,
+    )
+    stages_end()
+    last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
+    curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
+    journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))
+    return {**last.model_dump(mode="json"), "rewards": rewards}

@@ -173,7 +173,7 @@ def infer_batch(
         overrides |= {"output.events": True} if events else {}
         options = {} if workers is None else {"workers.count": "--workers"}
         parsed = load_run(config, InferBatchConfig, overrides, options)
-        facts = plan_batch(parsed, Path.cwd(), resume, connections(), thorough=dry_run)
+        facts = plan_batch(parsed, Path.cwd(), connections(), run_id=resume, thorough=dry_run)
         if dry_run:
             print_plan(facts)
             return

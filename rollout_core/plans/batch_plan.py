@@ -35,9 +35,9 @@ _SAMPLED_SHARDS = 4
 def plan_batch(
     config: InferBatchConfig,
     base: Path,
-    run_id: str | None = None,
     connections: Connections | None = None,
     *,
+    run_id: str | None = None,
     thorough: bool = False,
 ) -> dict[str, Any]:
     """Check a batch inference run, or one to be continued. Raises ConfigError naming all that is wrong.

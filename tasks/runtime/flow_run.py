@@ -1,5 +1,5 @@
-"""Around every flow: its tags, the place of its stages, its journal and summary, and the recomputation of what storage
-lost.
+"""Around every flow: its plan, tags, the place of its stages, its journal and summary, and the recomputation of what
+storage lost.
 
 A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
 cached. So running the flow's body again computes exactly that, and what follows from it.
@@ -12,14 +12,16 @@ And Prefect's log lines in a terminal: where they go, and what they leave out.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect import get_client
@@ -45,11 +47,13 @@ from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherO
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
+from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.leases import lease
+from rollout_core.store.connections import Connections
 from tasks.runtime.artifact_sender import SENDER
-from tasks.runtime.connections import objects
+from tasks.runtime.connections import current_connections, objects, working_folder
 from tasks.runtime.dask.placed_stages import placed
-from tasks.runtime.dry_run import current_rehearsal
+from tasks.runtime.dry_run import current_rehearsal, planned
 from tasks.runtime.journal import Journal, keep_journal, stage_logger
 from tasks.runtime.run_record import WORKERS_RUN, Recorder
 from tasks.runtime.stage import refreshing, retry
@@ -57,6 +61,10 @@ from tasks.runtime.summary import RunSummary
 from tasks.runtime.time_limits import limiting
 
 R = TypeVar("R")
+RunT = TypeVar("RunT", bound=Run)
+P = ParamSpec("P")
+Plan = Callable[[Any, Path, Connections], dict[str, Any]]
+"""Checks a configuration, with the folder where its relative paths start, and returns what it found, for a dry run."""
 
 TRIES_FOR_AN_OBJECT = 3
 SEND_SECONDS = 10.0
@@ -67,6 +75,31 @@ HANDED_BACK = "handed back: "
 """Begins the message of the state of such runs."""
 MOST_HAND_BACKS = 100
 """Of one run. Something that stops it again and again, such as a guard of the machine's memory, must come to an end."""
+
+
+def pipeline(
+    plan: Plan | None, *, closes: Sequence[Callable[[], object]] = ()
+) -> Callable[[Callable[Concatenate[RunT, Journal, P], R]], Callable[Concatenate[RunT, P], R]]:
+    """Make the body of a flow, of a configuration and a journal, a function of the configuration that runs it.
+
+    The configuration's short ids are made whole and ``plan`` checks it before anything starts; the body runs as of
+    `recompute_missing`. Whatever comes of it, each of ``closes`` ends what the process kept for the run.
+    """
+
+    def decorate(body: Callable[Concatenate[RunT, Journal, P], R]) -> Callable[Concatenate[RunT, P], R]:
+        @functools.wraps(body)
+        def run(config: RunT, *args: P.args, **kwargs: P.kwargs) -> R:
+            whole = retry(lambda: with_whole_ids(config, working_folder(), objects))
+            if plan is not None:
+                planned(retry(functools.partial(plan, whole, working_folder(), current_connections())))
+            with ExitStack() as stack:
+                for close in reversed(closes):
+                    stack.callback(close)
+                return recompute_missing(lambda journal: body(whole, journal, *args, **kwargs), whole)
+
+        return run
+
+    return decorate
 
 
 def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:

@@ -10,6 +10,7 @@ import typing
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from blocks import ContentAddressedStorage
 from flows.cli import app
 from rollout_core.base.errors import ConfigError, Fatal, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config import ModelSource, parse_config
+from rollout_core.config import ModelSource, Run, parse_config
 from rollout_core.config.kinds import CONFIG_KINDS
 from rollout_core.config.runs import NightlyConfig
 from rollout_core.inference.shards import import_shards, shards_of
@@ -393,42 +394,70 @@ def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, mon
             watch.look(2, source, drawn(0.3))
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan"),
-    [
-        ("train-sft", "plan_training"),
-        ("train-grpo", "plan_training"),
-        ("infer-batch", "plan_batch"),
-        ("train-agent", "plan_agent"),
-        ("tune-prompt", "plan_prompt"),
-        ("learn-online", "plan_online"),
-    ],
-)
-def test_what_a_run_reads_before_its_stages_may_be_away_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch, kind: str, plan: str
-):
-    from tasks.runtime.planning import FLOWS, flow_of
+def away_once(calls: list[str], name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """``answer``, but that the first call finds the database away."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        if calls.count(name) == 1:
+            raise Recoverable("the database is away")
+        return answer(*arguments)
+
+    return call
+
+
+def refuse(*arguments: Any) -> None:
+    raise ConfigError("no such model")
+
+
+def test_what_a_run_reads_before_its_stages_may_be_away_for_a_moment(monkeypatch: pytest.MonkeyPatch):
+    from tasks.runtime.flow_run import pipeline
+
+    calls: list[str] = []
+    monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0])
+    whole = away_once(calls, "with_whole_ids", lambda config, *others: config)
+    monkeypatch.setattr("tasks.runtime.flow_run.with_whole_ids", whole)
+
+    @pipeline(away_once(calls, "plan", refuse), closes=(lambda: calls.append("closed"),))
+    def body(config: Run, journal: Any) -> None:
+        calls.append("body")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        body(Run())
+    assert calls == ["with_whole_ids"] * 2 + ["plan"] * 2
+
+
+@pytest.mark.parametrize("kind", CONFIG_KINDS)
+def test_each_kind_of_run_reads_again_what_was_away_for_a_moment(monkeypatch: pytest.MonkeyPatch, kind: str):
+    from tasks.runtime.planning import flow_of
+
+    calls: list[str] = []
+    monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0])
+    monkeypatch.setattr("tasks.runtime.flow_run.with_whole_ids", away_once(calls, "with_whole_ids", refuse))
+    with pytest.raises(ConfigError, match="no such model"):
+        flow_of(kind).fn(SimpleNamespace(max_hours=None))
+    assert calls == ["with_whole_ids"] * 2
+
+
+def test_what_a_process_kept_for_a_run_is_closed_in_order_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch):
+    from tasks.runtime.flow_run import pipeline
 
     calls: list[str] = []
 
-    def away_once(name: str, answer: Callable[..., Any]) -> None:
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls.append(name)
-            if calls.count(name) == 1:
-                raise Recoverable("the database is away")
-            return answer(*arguments)
+    def fails() -> None:
+        calls.append("first")
+        raise RuntimeError("cannot be closed")
 
-        monkeypatch.setattr(f"{FLOWS[kind].partition(':')[0]}.{name}", call)
+    @pipeline(None, closes=(fails, lambda: calls.append("second")))
+    def body(config: Run, journal: Any) -> None:
+        raise ValueError("the body failed")
 
-    def refuse(*arguments: Any) -> None:
-        raise ConfigError("no such model")
-
-    monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0])
-    away_once("with_whole_ids", lambda config, *others: config)
-    away_once(plan, refuse)
-    with pytest.raises(ConfigError, match="no such model"):
-        flow_of(kind).fn(None)
-    assert calls == ["with_whole_ids"] * 2 + [plan] * 2
+    monkeypatch.setattr("tasks.runtime.flow_run.with_whole_ids", lambda config, *others: config)
+    monkeypatch.setattr("tasks.runtime.flow_run.recompute_missing", lambda body, config: body(None))
+    with pytest.raises(RuntimeError, match="cannot be closed") as error:
+        body(Run())
+    assert calls == ["first", "second"]
+    assert isinstance(error.value.__context__, ValueError)
 
 
 def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path):

@@ -81,14 +81,14 @@ def test_a_model_that_was_imported_is_known_without_its_tokenizer_until_it_chang
         patched.setattr(
             "rollout_core.models.pretrained.load_tokenizer", lambda folder: pytest.fail("it was looked at before")
         )
-        assert plan_batch(config, work, None, connections)["model"] == "model"
+        assert plan_batch(config, work, connections)["model"] == "model"
         import_model(config.model, objects, work)
         jsonl(work / "prompts.jsonl", CHAT)
         with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-            plan_batch(config, work, None, connections)
+            plan_batch(config, work, connections)
     (work / "model" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        plan_batch(config, work, None, connections)
+        plan_batch(config, work, connections)
 
 
 def test_a_gated_model_is_held_against_the_secrets(work: Path, monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +109,7 @@ def test_an_output_that_the_next_run_would_read_is_refused(work: Path):
 def test_a_run_id_that_is_none_is_refused(work: Path):
     config = parse_config(document("infer-batch"), CONFIG_KINDS["infer-batch"])
     with pytest.raises(ConfigError, match="run id: 'yesterday' is no run id; expected a ULID"):
-        plan_batch(config, work, "yesterday")  # pyright: ignore[reportArgumentType]
+        plan_batch(config, work, run_id="yesterday")  # pyright: ignore[reportArgumentType]
     (work / "out").mkdir()
     (work / "out" / "run-id").write_text("damaged\n")
     assert "'damaged' is no run id" in refusal("infer-batch", work)
