@@ -12,17 +12,6 @@ from typing import Any, TypedDict
 from prefect import flow
 
 from flows.candidate import reason_of
-from flows.keeping import file_state, keeping
-from flows.report import (
-    PAGE,
-    Curve,
-    capitalized,
-    curves_of_iterations,
-    evidence_list,
-    page,
-    shown_curve,
-    stages_section,
-)
 from rollout_core.agents.adapters import drawing
 from rollout_core.agents.adapters.ended import EndedRollout, ended_rollouts, read_rollouts
 from rollout_core.base.ids import ContentId
@@ -36,12 +25,23 @@ from rollout_core.plans.plan import context_limit
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
-from tasks.promotion import Promotion, in_base_precision, latest_model, precision_of, promote
+from tasks.promotion import Promotion, file_state, in_base_precision, latest_model, precision_of, promote
 from tasks.runtime.artifacts import draw_curve
 from tasks.runtime.connections import objects, open_store, working_folder
 from tasks.runtime.dry_run import stages_end
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, log_iteration
+from tasks.runtime.kept_states import keeping
+from tasks.runtime.report import (
+    PAGE,
+    Curve,
+    capitalized,
+    curves_of_iterations,
+    evidence_list,
+    page,
+    shown_curve,
+    stages_section,
+)
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.stage import retry
 

@@ -18,8 +18,6 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Scheduled
 from pydantic import Field, ValidationError
 
-from flows.nightly_steps import SampleComparison, compare_samples
-from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import watching
@@ -33,6 +31,8 @@ from tasks.runtime import artifacts
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.connections import objects
 from tasks.runtime.flow_run import SEND_SECONDS, WORKERS_RUN
+from tasks.runtime.nightly_report import SampleComparison, compare_samples
+from tasks.runtime.report import Curve, shown_curve
 
 SETTLE_SECONDS = 5.0
 """Before a run suspends itself. Its first heartbeat has to come to the server before that does: otherwise it is the

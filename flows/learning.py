@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.curriculum import Opening, opening_of
-from flows.iterations import SamplesAhead, TrainingStates
-from flows.keeping import current_keeping, file_state, label_state
 from flows.partial_rollouts import Carrying
 from flows.replay import Replaying
 from rollout_core.base.errors import Fatal
@@ -45,9 +43,12 @@ from tasks.imports import (
     import_unpaired,
 )
 from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
+from tasks.promotion import file_state, label_state
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import is_stand_in, rehearsal_remark
+from tasks.runtime.iterations import SamplesAhead, TrainingStates
 from tasks.runtime.journal import log_iteration
+from tasks.runtime.kept_states import current_keeping
 from tasks.score import evaluate, score_rewards, select_groups
 
 

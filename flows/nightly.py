@@ -9,21 +9,15 @@ from typing import Any, TypedDict, cast
 from prefect import flow
 
 from flows.candidate import reason_of
-from flows.keeping import keeping
 from flows.learning import learn_from_rows
 from flows.nightly_steps import (
-    Report,
     algorithm_of,
-    compare_samples,
     divergences,
     evaluate_held_out,
     guard_reports,
     judge_of,
     learn,
-    outcome_of,
-    write_report,
 )
-from flows.report import figure_of_steps
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.inference.engines import close_engine
@@ -36,6 +30,9 @@ from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import stages_end
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
+from tasks.runtime.kept_states import keeping
+from tasks.runtime.nightly_report import Report, compare_samples, outcome_of, write_report
+from tasks.runtime.report import figure_of_steps
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.scheduled_runs import skipped_for_newer
 from tasks.runtime.stage import retry

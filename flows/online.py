@@ -10,7 +10,6 @@ from typing import TypedDict
 from prefect import flow
 from prefect.context import FlowRunContext
 
-from flows.report import PAGE, Curve, page, shown_curve, stages_section
 from rollout_core.agents.live import NOT_LEARNABLE, PastUpdate
 from rollout_core.base.errors import Recoverable, Stopped
 from rollout_core.base.ids import ContentId
@@ -40,6 +39,7 @@ from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import stages_end
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, log_iteration, stage_logger
+from tasks.runtime.report import PAGE, Curve, page, shown_curve, stages_section
 from tasks.runtime.run_record import record_refusal
 
 MOST_STAGES = 500

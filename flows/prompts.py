@@ -10,7 +10,6 @@ from typing import TypedDict
 
 from prefect import flow
 
-from flows.report import PAGE, Curve, capitalized, page, shown_curve, stages_section
 from rollout_core.agents.apo import Candidate, keep_best, parents_of
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TunePromptConfig
@@ -28,6 +27,7 @@ from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import stages_end
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, stage_logger
+from tasks.runtime.report import PAGE, Curve, capitalized, page, shown_curve, stages_section
 from tasks.runtime.run_record import record_refusal
 
 TEMPLATE_FILE = "best-template.txt"

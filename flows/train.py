@@ -8,10 +8,8 @@ from typing import Any, TypeVar
 
 from prefect import flow
 
-from flows.keeping import keeping
 from flows.learning import learn_from_rows, policy_iterations
 from flows.partial_rollouts import taken_up
-from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
@@ -42,6 +40,8 @@ from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import stages_end
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
+from tasks.runtime.kept_states import keeping
+from tasks.runtime.report import Curve, shown_curve
 from tasks.runtime.run_record import record_refusal
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])

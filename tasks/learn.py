@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from prefect.runtime import flow_run
 
-from rollout_core.algorithms.context import HeldStates, UpdateContext
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.base.determinism import is_portable_here, release_gpu_memory
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
@@ -37,6 +36,7 @@ from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import progress_ref
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.dry_run import current_rehearsal, rehearsal_remark
+from tasks.runtime.iterations import current_states
 from tasks.runtime.journal import StepLog, stage_logger, step_figures
 from tasks.runtime.stage import StageRun, current_stage, stage
 
@@ -64,31 +64,6 @@ class UpdateJob:
     def made_from(self) -> dict[str, ContentId | None]:
         """What the checkpoint comes from, for people to read."""
         return {name.replace("_", " "): value for name, value in self.inputs.items() if not isinstance(value, Scores)}
-
-
-@dataclass(frozen=True)
-class StatesHere:
-    """What becomes of the training state of an update that this process computes, or has a process of its machine
-    compute. Elsewhere nothing is known of it, and each state is stored."""
-
-    held: HeldStates | None
-    """Where it goes if it is not stored, and stays in any case until the next update has read it."""
-    stores: bool
-    expected: Checkpoint | None = None
-    """What an earlier run named as the outcome, and has no state of any more."""
-
-
-_states_here: ContextVar[StatesHere | None] = ContextVar("rollout_states_here", default=None)
-
-
-@contextmanager
-def states_here(states: StatesHere) -> Iterator[None]:
-    """Updates that are called inside the block do so with their states."""
-    token = _states_here.set(states)
-    try:
-        yield
-    finally:
-        _states_here.reset(token)
 
 
 @stage(
@@ -261,7 +236,7 @@ def _learn_on_policy(job: UpdateJob) -> Checkpoint:
 
 def _check_named(title: str, checkpoint: Checkpoint) -> None:
     """Raises Fatal where the outcome was named before, is another now, and arithmetic should not tell."""
-    here = _states_here.get()
+    here = current_states()
     if here is None or here.expected is None or here.expected.cache_identity() == checkpoint.cache_identity():
         return
     found = f"{title}: computed again, the training state is {checkpoint.train_state.short}, and was named as "
@@ -299,7 +274,7 @@ def _update_context(
         if first:
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
-    here = _states_here.get()
+    here = current_states()
     lines, told = StepLog(title), events.Training(run.name, job.kind, job.label)
 
     def on_step(row: dict[str, float]) -> None:

@@ -32,6 +32,7 @@ from rollout_core.promotion.evidence import (
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.dry_run import is_stand_in
 from tasks.runtime.journal import stage_logger
+from tasks.runtime.kept_states import current_keeping
 from tasks.runtime.stage import current_stage, retry, stage
 
 Evaluated = EvalReport | AgentRollouts
@@ -82,6 +83,22 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
         step=checkpoint.step,
         size_bytes=found.size_bytes,
     )
+
+
+def file_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
+    """Have the states before a checkpoint's go, if that is stored, and label it ``name`` for people."""
+    if (kept := current_keeping()) is not None:
+        kept.later(checkpoint)
+    label_state(checkpoint, name, label=label)
+
+
+def label_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
+    """Label a checkpoint's state for people, unless it is not stored. One that was given up since has its label."""
+    snapshots, state = SnapshotStore(connections.objects()), checkpoint.train_state
+    is_there = retry(lambda: snapshots.was_let_go(state) is None or snapshots.is_present(state))
+    labelled = {"checkpoint": checkpoint, "snapshot_label": name, "label": label}
+    if is_there or retry(lambda: snapshot.find(labelled)) is not None:
+        snapshot(checkpoint, name, label=label)
 
 
 @stage(version=2)

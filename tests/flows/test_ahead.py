@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.iterations import SamplesAhead
 from flows.replay import buffer_behind
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.base.stopping import raise_if_stopping
 from rollout_core.config import GRPOSettings, ImportanceCorrection, TrainGRPOConfig, parse_config
 from rollout_core.objects.lineage import trace_lineage
 from rollout_core.objects.snapshots import RUN_NAME, SnapshotStore
+from tasks.runtime.iterations import SamplesAhead
 from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for, write_toml
 from tests.flows.test_resume import ROLLOUT, kill
 

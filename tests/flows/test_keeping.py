@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from flows import keeping
-from flows.keeping import Keeping
 from rollout_core.config import RunInfo
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.giving_up import free, give_up_state
+from tasks.runtime import kept_states as keeping
+from tasks.runtime.kept_states import Keeping
 from tests.test_cli import rollout
 from tests.test_giving_up import update
 

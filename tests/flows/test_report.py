@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from flows.nightly_steps import Progress, Report, compare_samples, write_report
-from flows.report import Curve, curves_of_iterations, figure_of_steps, picture
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from rollout_core.runs.samples import shown_prompt
 from tasks.runtime.journal import StageEntry
+from tasks.runtime.nightly_report import Progress, Report, compare_samples, write_report
+from tasks.runtime.report import Curve, curves_of_iterations, figure_of_steps, picture
 from tests.evaluations import evaluation
 
 SOME = hash_bytes(b"some")
@@ -75,7 +75,7 @@ def test_a_picture_is_drawn_once_and_another_is_drawn_anew(tmp_path, monkeypatch
     curve, drawn = Curve("loss", [2.0, float("nan"), 1.0], "step"), []
     first = picture(objects, curve, "Loss", {"before": 0.5})
     assert first.startswith(b"\x89PNG")
-    monkeypatch.setattr("flows.report.draw_curve", lambda target, *_, **shown: drawn.append(shown))
+    monkeypatch.setattr("tasks.runtime.report.draw_curve", lambda target, *_, **shown: drawn.append(shown))
     assert picture(objects, curve, "Loss", {"before": 0.5}) == first and not drawn
     others = [
         (Curve("loss", [2.0, 1.0, 1.0], "step"), "Loss", {"before": 0.5}),
@@ -89,7 +89,7 @@ def test_a_picture_is_drawn_once_and_another_is_drawn_anew(tmp_path, monkeypatch
     for number, other in enumerate(others, start=1):
         picture(objects, *other)
         assert len(drawn) == number
-    monkeypatch.setattr("flows.report.version", lambda _: "another matplotlib")
+    monkeypatch.setattr("tasks.runtime.report.version", lambda _: "another matplotlib")
     picture(objects, curve, "Loss", {"before": 0.5})
     assert len(drawn) == len(others) + 1
 

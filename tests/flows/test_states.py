@@ -19,7 +19,6 @@ from uuid import uuid4
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from flows.iterations import SamplesAhead, TrainingStates
 from rollout_core.algorithms.context import HeldStates, UpdateContext, seen
 from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound, OtherOutcome
 from rollout_core.base.ids import ContentId, content_id, hash_bytes, is_content_id
@@ -39,7 +38,9 @@ from rollout_core.objects.unstored import (
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import model_to_promote
 from tasks import learn
+from tasks.runtime import iterations
 from tasks.runtime.flow_run import TRIES_FOR_AN_OBJECT, _repeat
+from tasks.runtime.iterations import SamplesAhead, TrainingStates
 from tasks.runtime.journal import Journal, keep_journal
 from tasks.runtime.stage import _computes_again
 from tasks.runtime.summary import RunSummary
@@ -216,7 +217,7 @@ class Updates:
             return found
         if number + 1 in self.ends:
             raise self.ends[number + 1]("here")
-        here = learn._states_here.get()
+        here = iterations.current_states()
         assert here is not None
         context = UpdateContext(self.store, Path("cache"), hash_bytes(b"key"), "run", 1, held=here.held)
         before = ""
@@ -285,7 +286,7 @@ class Updates:
             pytest.MonkeyPatch.context() as patch,
             SamplesAhead(self.draw, range(iterations), depth=self.depth, start=START) as ahead,
         ):
-            patch.setattr("flows.iterations.cache_folder", lambda: self.cache)
+            patch.setattr("tasks.runtime.iterations.cache_folder", lambda: self.cache)
             states.__enter__()
             try:
                 model, train_state, last = START, None, None

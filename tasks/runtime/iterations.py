@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import inspect
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from flows.keeping import current_keeping
 from rollout_core.algorithms.context import HeldStates
 from rollout_core.base.errors import OtherOutcome, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
@@ -32,10 +32,10 @@ from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.unstored import unstored_model
-from tasks.learn import StatesHere, states_here
 from tasks.runtime.connections import cache_folder
 from tasks.runtime.dry_run import RehearsedCall, current_rehearsal, is_stand_in, rehearsal_remark
 from tasks.runtime.journal import current_journal, stage_logger
+from tasks.runtime.kept_states import current_keeping
 from tasks.runtime.placement import place_of
 from tasks.runtime.stage import computing_again, stop_signal
 
@@ -122,6 +122,36 @@ class UpdateStage(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Checkpoint: ...
 
     def find(self, inputs: dict[str, Any]) -> Checkpoint | None: ...
+
+
+@dataclass(frozen=True)
+class StatesHere:
+    """What becomes of the training state of an update that this process computes, or has a process of its machine
+    compute. Elsewhere nothing is known of it, and each state is stored."""
+
+    held: HeldStates | None
+    """Where it goes if it is not stored, and stays in any case until the next update has read it."""
+    stores: bool
+    expected: Checkpoint | None = None
+    """What an earlier run named as the outcome, and has no state of any more."""
+
+
+_states_here: ContextVar[StatesHere | None] = ContextVar("rollout_states_here", default=None)
+
+
+@contextmanager
+def states_here(states: StatesHere) -> Iterator[None]:
+    """Updates that are called inside the block do so with their states."""
+    token = _states_here.set(states)
+    try:
+        yield
+    finally:
+        _states_here.reset(token)
+
+
+def current_states() -> StatesHere | None:
+    """What becomes of the state of an update called here; None: nothing is known."""
+    return _states_here.get()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_st
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
-from tasks.promotion import snapshot
 from tasks.runtime.connections import objects, open_store
 from tasks.runtime.dry_run import current_rehearsal
 from tasks.runtime.journal import stage_logger
@@ -147,19 +146,3 @@ def keeping(body: Callable[Concatenate[RunT, P], R]) -> Callable[Concatenate[Run
 def current_keeping() -> Keeping | None:
     """That of the run under way; None where it keeps all, and where it is only planned."""
     return _current.get()
-
-
-def file_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
-    """Have the states before a checkpoint's go, if that is stored, and label it ``name`` for people."""
-    if (kept := current_keeping()) is not None:
-        kept.later(checkpoint)
-    label_state(checkpoint, name, label=label)
-
-
-def label_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
-    """Label a checkpoint's state for people, unless it is not stored. One that was given up since has its label."""
-    snapshots, state = SnapshotStore(objects()), checkpoint.train_state
-    is_there = retry(lambda: snapshots.was_let_go(state) is None or snapshots.is_present(state))
-    labelled = {"checkpoint": checkpoint, "snapshot_label": name, "label": label}
-    if is_there or retry(lambda: snapshot.find(labelled)) is not None:
-        snapshot(checkpoint, name, label=label)
