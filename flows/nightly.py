@@ -23,9 +23,10 @@ from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
+from rollout_core.promotion.decision import precision_of
 from rollout_core.rewards.kept import close_rewards
 from tasks.imports import import_model, import_prompts, import_sft
-from tasks.promotion import in_base_precision, latest_model, precision_of, promote
+from tasks.promotion import in_base_precision, latest_model, promote
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import stages_end
 from tasks.runtime.flow_run import pipeline

@@ -17,8 +17,9 @@ from rollout_core.config import PromotionConfig
 from rollout_core.objects.records import BlobId, Record
 from rollout_core.promotion import history
 from rollout_core.promotion.candidates import Candidate, file_candidate, read_candidate
+from rollout_core.promotion.decision import withdrawal
 from rollout_core.runs.decisions import note_decision
-from tasks.promotion import Promotion, withdrawal
+from tasks.promotion import Promotion
 from tasks.runtime import connections, events
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
@@ -21,9 +19,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.unstored import local_model
 from rollout_core.promotion.evidence import Divergence
-from rollout_core.rewards import kept
-from rollout_core.rewards.loading import weighted_sum
-from rollout_core.rewards.scoring import RewardFunction, RewardInput, Score, as_json, from_json, judge, within_share
+from rollout_core.rewards import kept, scores as filed_scores
+from rollout_core.rewards.scoring import RewardFunction, Score
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks.generate import Help, generate, start_help
@@ -34,8 +31,6 @@ from tasks.runtime.stage import current_stage, stage
 
 NAMED_FAILURES = 3
 """In the log, of those of a scoring."""
-SCORED_SLICES = 64
-"""That completions are cut into where workers share them: each costs a reference in object storage."""
 REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
 REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"
 
@@ -68,9 +63,7 @@ def score_rewards(
     """
     objects = current_stage().objects
     shared = current_stage().key if shared_with() is not None else None
-    scores = compute_scores(
-        objects, completions, open_reward(reward, reward_source), by_part=bool(by_part), shared_as=shared
-    )
+    scores = _compute_scores(completions, open_reward(reward, reward_source), by_part=bool(by_part), shared_as=shared)
     values: list[Score] = json.loads(objects.get_bytes(scores.scores))
     run_async(_record_rewards(objects, completions, values, reward_source))
     rows = {"mean reward": scores.mean, "std": scores.std, **_without_score(scores)}
@@ -95,46 +88,16 @@ def select_groups(
 
     ``samples`` are those of each round; completions of one prompt, ``group_size`` of them, stand side by side.
     """
-    objects = current_stage().objects
-    kept: list[tuple[list[Score], list[bytes], list[bytes], list[Any]]] = []
-    drawn: list[float] = []
-    num_groups = 0
-    parts: dict[str, Any] = {}
-    for scores, own in zip(rounds, samples, strict=True):
-        values: list[Score] = json.loads(objects.get_bytes(scores.scores))
-        lines = [objects.get_bytes(blob).splitlines(keepends=True) for blob in (scores.completions, own)]
-        drawn += _known(values)
-        num_groups += len(values) // group_size
-        parts = parts if scores.parts is None else objects.get_json(scores.parts)
-        by_part = parts.get("values", [None] * len(values))
-        for start in range(0, len(values), group_size):
-            group = slice(start, start + group_size)
-            known = _known(values[group])
-            if len(known) > 1 and max(known) - min(known) > min_spread:
-                kept.append((values[group], lines[0][group], lines[1][group], by_part[group]))
-    chosen = kept[:wanted]
-    values = [value for group, *_ in chosen for value in group]
-    known = _known(values)
-    rows_by_part = [row for *_, group in chosen for row in group]
-    selected = SelectedGroups(
-        scores=objects.put_bytes(canonical_json(values)),
-        completions=objects.put_bytes(b"".join(line for _, lines, *_ in chosen for line in lines)),
-        samples=objects.put_bytes(b"".join(line for *_, lines, _ in chosen for line in lines)),
-        num_samples=len(values),
-        num_groups=len(kept),
-        num_drawn=num_groups,
-        mean=statistics.fmean(known) if known else 0.0,
-        std=statistics.pstdev(known) if known else 0.0,
-        mean_drawn=statistics.fmean(drawn),
-        num_left_out=sum(scores.num_left_out for scores in rounds),
-        num_abstained=sum(scores.num_abstained for scores in rounds),
-        num_reward_failed=sum(scores.num_reward_failed for scores in rounds),
-        parts=objects.put_json({**parts, "values": rows_by_part}) if parts else None,
+    selected = filed_scores.select_groups(
+        current_stage().objects, rounds, samples, group_size=group_size, wanted=wanted, min_spread=min_spread
     )
     stage_logger().info(
-        "%d of %d groups have rewards that differ; %d are learned from", len(kept), selected.num_drawn, len(chosen)
+        "%d of %d groups have rewards that differ; %d are learned from",
+        selected.num_groups,
+        selected.num_drawn,
+        selected.num_samples // group_size,
     )
-    rows = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": len(kept)}
+    rows = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": selected.num_groups}
     artifacts.table("groups", [{"figure": key, "value": value} for key, value in rows.items()], f"Groups {label}")
     return selected
 
@@ -154,8 +117,9 @@ def help_scoring(
     function = open_reward(reward, reward_source)
     if not function.separable:
         return Help(num_samples=0)
-    inputs = _reward_inputs(objects, completions)
-    shared, done = _SharedScores(objects, shared_as, inputs, partial(_rows, function, by_part)), 0
+    inputs = filed_scores.reward_inputs(objects, completions)
+    look = partial(filed_scores.judged, function, by_part)
+    shared, done = filed_scores.SharedScores(objects, shared_as, inputs, look), 0
     first = random.Random(this_worker()).randrange(len(shared.slices))
     for place in range(len(shared.slices)):
         number = (first + place) % len(shared.slices)
@@ -194,7 +158,7 @@ def evaluate(
     objects = current_stage().objects
     function = open_reward(reward, reward_source)
     completions, _, _ = generate(objects, prompts, sampling, backend, mode="test", deterministic=True)
-    scores = compute_scores(objects, completions, function)
+    scores = _compute_scores(completions, function)
     stage_logger().info("held-out reward of model %s: %.4f", prompts.model.short, scores.mean)
     artifacts.table(
         "evaluation",
@@ -235,7 +199,7 @@ def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId
         num_tokens=report.num_tokens,
         finish_reasons={},
     )
-    scores = compute_scores(current_stage().objects, completions, open_reward(reward, reward_source))
+    scores = _compute_scores(completions, open_reward(reward, reward_source))
     stage_logger().info("reward %s of model %s: %.4f", reward.kind, report.model.short, scores.mean)
     counted = {name: getattr(scores, name) for name in ("scores", "num_abstained", "num_reward_failed")}
     return report.model_copy(update={**counted, "mean_reward": scores.mean})
@@ -269,158 +233,24 @@ def measure_kl(
     return unmeasured.model_copy(update=found._asdict())
 
 
-def compute_scores(
-    objects: ObjectStore,
-    completions: Completions,
-    reward: RewardFunction,
-    *,
-    by_part: bool = False,
-    shared_as: ContentId | None = None,
+def _compute_scores(
+    completions: Completions, reward: RewardFunction, *, by_part: bool = False, shared_as: ContentId | None = None
 ) -> Scores:
-    """Rewards of ``completions`` in order, filed as a JSON list; ``by_part`` those of a weighted sum's parts too.
-    Completions on which the reward abstained or failed have none and are counted.
-
-    ``shared_as``: the key by which helpers know them. Raises Fatal where the reward failed on more than it may, or none
-    has a score.
-    """
-    inputs, look = _reward_inputs(objects, completions), partial(_rows, reward, by_part)
-    if shared_as is not None and reward.separable:
-        rows = _SharedScores(objects, shared_as, inputs, look).finish()
-    else:
-        rows = look(inputs)
-    found = [_of_parts(reward, row) if by_part else from_json(row) for row in rows]
-    failures = within_share(reward, found)
-    values: list[Score] = [None if isinstance(value, Fatal) else value for value in found]
-    num_abstained, known = found.count(None), _known(values)
-    if values and not known:
-        raise Fatal(
-            f"reward {reward.name} gave none of {len(values)} completions a score: it abstained on {num_abstained}"
-            f"{f' and failed on {len(failures)}, such as: {failures[0]}' if failures else ''}; expected a number for "
-            "some. Look at the rows' keys that it reads"
-        )
+    """`rollout_core.rewards.scores.compute_scores`; failures are logged and counted."""
+    objects = current_stage().objects
+    scores, failures = filed_scores.compute_scores(objects, completions, reward, by_part=by_part, shared_as=shared_as)
     if failures:
-        _tell_of(failures, len(values))
-    parts = None
-    if by_part:
-        parts = objects.put_json(
-            {
-                "names": [part.name for part in reward.parts],
-                "weights": [part.weight for part in reward.parts],
-                "values": [[None if isinstance(value, list) else value for value in row] for row in rows],
-            }
-        )
-    return Scores(
-        parts=parts,
-        scores=objects.put_bytes(canonical_json(values)),
-        completions=completions.completions,
-        num_samples=len(values),
-        mean=statistics.fmean(known),
-        std=statistics.pstdev(known),
-        num_left_out=completions.num_left_out,
-        num_abstained=num_abstained,
-        num_reward_failed=len(failures),
-    )
-
-
-def _rows(reward: RewardFunction, by_part: bool, inputs: Sequence[RewardInput]) -> list[Any]:
-    """What `judge` finds of each input, as JSON; with ``by_part`` the list of it by each part of a weighted sum."""
-    if not by_part:
-        return list(map(as_json, judge(reward, inputs)))
-    columns = [list(map(as_json, judge(part.reward, inputs))) for part in reward.parts]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _of_parts(reward: RewardFunction, row: Sequence[Any]) -> Score | Fatal:
-    values = list(map(from_json, row))
-    failures = [value for value in values if isinstance(value, Fatal)]
-    known = [value for value in values if not isinstance(value, Fatal)]
-    return failures[0] if failures else weighted_sum([part.weight for part in reward.parts], known)
-
-
-def _known(values: Sequence[Score]) -> list[float]:
-    return [value for value in values if value is not None]
+        named = "; ".join(map(str, failures[:NAMED_FAILURES]))
+        stage_logger().warning("%d of %d completions have no score: %s", len(failures), scores.num_samples, named)
+        reason = str(failures[0])
+        events.emit(events.SamplesSkipped(stage=current_stage().name, samples=len(failures), reason=reason))
+    return scores
 
 
 def _without_score(scores: Scores) -> dict[str, int]:
     """Completions that have none, by why; nothing where there are none."""
     counts = {"reward abstained": scores.num_abstained, "reward failed": scores.num_reward_failed}
     return {why: count for why, count in counts.items() if count}
-
-
-def _tell_of(failures: Sequence[Fatal], num_samples: int) -> None:
-    named = "; ".join(map(str, failures[:NAMED_FAILURES]))
-    stage_logger().warning("%d of %d completions have no score: %s", len(failures), num_samples, named)
-    events.emit(events.SamplesSkipped(stage=current_stage().name, samples=len(failures), reason=str(failures[0])))
-
-
-def _reward_inputs(objects: ObjectStore, completions: Completions) -> list[RewardInput]:
-    samples = decode_samples(objects.get_bytes(completions.samples))
-    generated = decode_completions_blob(objects.get_bytes(completions.completions))
-    return [
-        RewardInput(
-            prompt=sample.prompt,
-            completion=completion.text,
-            extras=sample.extras,
-            finish_reason=completion.finish_reason,
-            num_tokens=len(completion.token_ids),
-            id=sample.row_id or sample.id,
-            prompt_token_ids=sample.prompt_token_ids,
-            token_ids=completion.token_ids,
-        )
-        for sample, completion in zip(samples, generated, strict=True)
-    ]
-
-
-class _SharedScores:
-    """Completions that several workers score: each files the slices it did, and leaves those that are filed."""
-
-    def __init__(
-        self,
-        objects: ObjectStore,
-        key: ContentId,
-        inputs: Sequence[RewardInput],
-        judge: Callable[[Sequence[RewardInput]], list[Any]],
-    ) -> None:
-        self._objects = objects
-        self._judge = judge
-        self._refs = f"fan-out/scores/{key}"
-        size = max(1, math.ceil(len(inputs) / SCORED_SLICES))
-        self.slices = [inputs[start : start + size] for start in range(0, len(inputs), size)]
-
-    @property
-    def are_done(self) -> bool:
-        return self._objects.get_ref(f"{self._refs}/all") is not None
-
-    def known(self, number: int) -> list[Any] | None:
-        """What was filed of a slice, by whomever."""
-        return self._read(f"{self._refs}/{number}")
-
-    def score(self, number: int) -> list[Any]:
-        """Score a slice and file it."""
-        rows = self._judge(self.slices[number])
-        self._file(f"{self._refs}/{number}", rows)
-        return rows
-
-    def finish(self) -> list[Any]:
-        """Of all inputs, in order."""
-        # There where a worker died between the last slice and the stage's record.
-        rows = self._read(f"{self._refs}/all")
-        if rows is None:
-            rows = []
-            for number in range(len(self.slices)):
-                known = self.known(number)
-                rows += self.score(number) if known is None else known
-            self._file(f"{self._refs}/all", rows)
-        for number in range(len(self.slices)):
-            self._objects.delete_ref(f"{self._refs}/{number}")
-        return rows
-
-    def _read(self, ref: str) -> list[Any] | None:
-        data = self._objects.cached_bytes(ref)
-        return None if data is None else json.loads(data)
-
-    def _file(self, ref: str, rows: list[Any]) -> None:
-        self._objects.set_ref(ref, self._objects.put_bytes(canonical_json(rows)))
 
 
 async def _record_rewards(
