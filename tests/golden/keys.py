@@ -167,7 +167,7 @@ def _free_port() -> int:
 def calls_of(file: Path, changes: Mapping[str, Any]) -> list[str]:
     """A line for each call of a stage: name and version, label, and key, where results are cached; then whether a run
     may make more calls than these."""
-    from flows.planning import plan_run
+    from tasks.runtime.planning import plan_run
     from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
     from rollout_core.config.base import read_toml
     from rollout_core.config.kinds import kind_of
@@ -195,7 +195,7 @@ def calls_alone() -> list[str]:
     from tasks.agents import collect_samples
     from tasks.learn import ppo_update, sft_update
     from tasks.partial_rollouts import continue_samples, join_completions
-    from tasks.rehearsing import Rehearsal, rehearsing
+    from tasks.runtime.dry_run import Rehearsal, rehearsing
 
     _set_numerics("portable")
     rehearsal = Rehearsal(ContentAddressedStorage(url=os.environ["ROLLOUT_STORAGE"]))
@@ -217,8 +217,8 @@ def calls_alone() -> list[str]:
 @contextmanager
 def _noted_calls() -> Iterator[list[str]]:
     """The lines of calls that are rehearsed inside the block."""
-    from tasks.arguments import spread_arguments
-    from tasks.rehearsing import Rehearsal
+    from tasks.runtime.arguments import spread_arguments
+    from tasks.runtime.dry_run import Rehearsal
 
     lines: list[str] = []
     rehearse = Rehearsal.call

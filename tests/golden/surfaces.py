@@ -26,7 +26,7 @@ Lines = dict[str, list[str]]
 
 def stages() -> Lines:
     """What enters keys and ids by name: the stages with their arguments and results, tags of ids, folders of refs."""
-    from tasks.stage import Stage
+    from tasks.runtime.stage import Stage
 
     found: dict[str, Any] = {}
     for module in _modules("tasks"):
