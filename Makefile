@@ -2,7 +2,7 @@
 # make real   set everything up and run the nightly flow on a model of 135 million parameters, to a report
 # make agents set everything up and train an agent that looks things up, to a report
 # make test   set everything up and run the tests
-# make test-fast  those that start no engine, no Prefect server and no other slow process
+# make test-fast  those that take a moment each: no engine, no Prefect server, none of tests/slow.txt
 # make campaigns  the tests of minutes each, in which processes are killed, lost and outlived
 # make smoke  three workers share stages, one is killed, one is stolen from
 # make check  ruff, pyright, import-linter
@@ -48,7 +48,7 @@ AT_ONCE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/pytest -m "not campaign" $(AT_ONCE) --junitxml=build/tests.xml
 
-# What one runs while writing: no engine, no Prefect server, no other slow process.
+# What one runs while writing: no engine, no Prefect server, and none of what tests/slow.txt names.
 test-fast: setup
 	$(BIN)/pytest -m "not engine and not server and not slow and not campaign" $(AT_ONCE)
 

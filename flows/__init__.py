@@ -40,6 +40,7 @@ moved.alias(
 )
 
 _attached, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ += ["prefect_server"]
 
 
 def __getattr__(name: str) -> Any:

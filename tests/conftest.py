@@ -85,19 +85,8 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["mix"] = node.config.option.mix
 
 
-SLOW = {
-    "agents": "dask_runners delivery examples fleet frameworks online policy_algorithms trainer",
-    "algorithms": "parallel resume training_data",
-    "flows": "dask damaged_storage local_server planning preference_flows promotion states",
-    "inference": "batch endpoint_answers endpoint_secrets",
-    "launch": "launcher",
-    "operations": "automations doctor drain metrics status traces ui",
-    "plan": "plan_agent",
-    "store": "http_fuzz http_processes http_responsive store_bridge store_model store_postgres store_processes",
-    "tasks": "score shards",
-    "": "buckets hostile_models library notebook numerics site stopping wheel",
-}
-"""By room, names of files without ``test_``, whose tests start processes or train: `make test-fast` leaves them out."""
+SLOW = PROJECT / "tests" / "slow.txt"
+"""Tests that took at least 0.3 s each, as `python -m tests.costs` measured them: `make test-fast` leaves them out."""
 ONE_ENGINE = re.compile(r"tests/inference/test_vllm\w*\.py")
 """Files whose tests share the session's vLLM engine, so one process of pytest-xdist runs them all."""
 
@@ -127,9 +116,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = {PROJECT / "tests" / room / f"test_{name}.py" for room, names in SLOW.items() for name in names.split()}
+    slow = set(SLOW.read_text().split())
     for item in items:
-        if item.path in slow:
+        if item.nodeid.split("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
     if config.option.mix:
         files = sorted({item.path for item in items})

@@ -2,14 +2,17 @@
 
 ``pytest -p tests.costs --costs=build/costs ...`` writes one file of JSON lines for each pytest process into that
 folder; ``python -m tests.costs build/costs`` prints them as tables. Seconds of a processor are those of the test's
-own process and of its children that have ended and were waited for, with theirs.
+own process and of its children that have ended and were waited for, with theirs. ``--slow`` prints the names of tests
+that ``make test-fast`` leaves out, as ``tests/slow.txt`` has them: those whose mean is at least 0.3 s by the clock.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 from collections import Counter, defaultdict
@@ -22,6 +25,8 @@ from typing import Any
 import pytest
 
 SHOWN = 40
+SLOW = 0.3
+"""Mean seconds of a test, over its parameters, from which `make test-fast` leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,25 @@ def _table(title: str, sums: dict[str, list[float]]) -> None:
         print(f"{name[-90:]:90} {count:5.0f} {wall:8.1f} {own:8.1f} {children:8.1f}")
 
 
+def _slow(rows: list[dict[str, Any]]) -> list[str]:
+    """Names of tests, without parameters, whose mean is long."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["what"] == "test":
+            seconds[row["name"].split("[")[0]].append(row["wall"])
+    return sorted(name for name, walls in seconds.items() if statistics.mean(walls) >= SLOW)
+
+
 def main() -> None:
-    """Print the tables."""
-    rows = [json.loads(line) for file in Path(sys.argv[1]).glob("*.jsonl") for line in file.read_text().splitlines()]
+    """Print the tables, or the names of slow tests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder of --costs")
+    parser.add_argument("--slow", action="store_true", help="print what tests/slow.txt has")
+    asked = parser.parse_args()
+    rows = [json.loads(line) for file in asked.folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    if asked.slow:
+        print("\n".join(_slow(rows)))
+        return
     tests, files, fixtures, started = defaultdict(list), defaultdict(list), defaultdict(list), Counter()
     for row in rows:
         cost = (1, row["wall"], row["own"], row["children"])
