@@ -19,6 +19,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+from prefect import get_client
 from prefect.blocks.abstract import NotificationBlock
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient
@@ -265,6 +266,37 @@ def changes(
         tells = any(isinstance(action, CallWebhook | SendNotification) for action in there.actions)
         found.append(Change(Action.KEEP if tells and keeps_notifications else Action.DELETE, None, there))
     return found
+
+
+def bring_about(
+    webhook: str | None, notify: str | None, quiet: bool, silent_seconds: float | None, dry_run: bool
+) -> list[Change]:
+    """Install what heals and what tells, and say what changed.
+
+    Args:
+        webhook: address that is told from now on.
+        notify: block that is told from now on.
+        quiet: nobody is told any more. Without any of the three it stays as it was.
+        silent_seconds: as of `healing`; None: as it was, or the default.
+        dry_run: change nothing.
+    """
+    with get_client(sync_client=True) as client:
+        there = present(client)
+        installed, told = silence(there), telling(there)
+        seconds = silent_seconds or max(installed or SILENT_SECONDS, MIN_SILENT_SECONDS)
+        wanted = healing(seconds)
+        if webhook is not None and not dry_run:
+            notify = save_webhook(webhook)
+        if notify is not None:
+            told = block_of(client, notify)
+        elif webhook is not None or quiet:
+            told = None
+        if told is not None:
+            wanted += notifying(*told)
+        found = changes(client, wanted, keeps_notifications=not (quiet or notify))
+        if not dry_run:
+            install(client, found)
+        return found
 
 
 def install(client: SyncPrefectClient, found: Iterable[Change]) -> None:

@@ -23,11 +23,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import ValidationError
 
-from deployments.status import Status
+from deployments.probes import find_server
+from deployments.status import Status, look
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.settings import without_passwords
+from rollout_core.base.settings import locations, without_passwords
 from tasks.runtime.events import (
     EVENT,
+    STDERR,
     Event,
     Promoted,
     RolledBack,
@@ -306,9 +308,17 @@ def _keep_following(file: Followed, events: Events) -> None:
         time.sleep(FOLLOW_SECONDS)
 
 
-def serve(host: str, port: int, look: Callable[[], Status], every: float, events: Path | None) -> int:
-    """Answer Prometheus from now on, in the background; the port, where 0 was asked for. Raises ConfigError where it
-    cannot be had."""
+def events_file() -> Path | None:
+    """The file of events that the settings name; None where they name none, or standard error."""
+    events = locations().events
+    return None if events is None or events == STDERR else Path(events)
+
+
+def serve(host: str, port: int, home: Path, every: float, events: Path | None) -> int:
+    """Answer Prometheus from now on, in the background, about the configured server, or the one of the folder ``home``.
+
+    Returns the port, where 0 was asked for. Raises ConfigError where it cannot be had.
+    """
     registry, pipeline = CollectorRegistry(), Pipeline()
     registry.register(pipeline)
     counted = Events(registry)
@@ -316,7 +326,7 @@ def serve(host: str, port: int, look: Callable[[], Status], every: float, events
         server, _ = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}; give another --port") from error
-    threading.Thread(target=_keep_looking, args=(look, pipeline, every), daemon=True).start()
+    threading.Thread(target=_keep_looking, args=(lambda: look(find_server(home)), pipeline, every), daemon=True).start()
     if events is not None:
         threading.Thread(target=_keep_following, args=(Followed(events), counted), daemon=True).start()
     return server.server_port

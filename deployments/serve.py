@@ -14,45 +14,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from deployments.supervision import Outages, work, worker_name
+from tasks.runtime.prefect_server import PREFECT_HOME, keep_server, prefect_server
 from rollout_core.base.errors import RolloutError
 from tasks.runtime.prefect_server import PREFECT_HOME, connections, keep_server, prefect_server
 
 PROJECT = Path(__file__).resolve().parent.parent
-
-
-def deploy_all(pool: str, config: Path | None = None) -> None:
-    """Deploy what ``prefect.yaml`` lists on the pool, and have crashed runs tried again. ``config`` as of `deploy`.
-
-    Automations that are installed already stay as they are: `rollout ops install` changes them.
-    """
-    from prefect import get_client
-
-    from deployments import automations
-    from deployments.pools import deploy
-
-    deploy(PROJECT, pool, config=config)
-    with get_client(sync_client=True) as client:
-        if not automations.present(client):
-            automations.install(client, automations.changes(client, automations.healing()))
-
-
-def unready_schedules(config: Path | None = None) -> list[str]:
-    """A line for each scheduled deployment of the nightly flow whose runs would fail as things are: what is missing."""
-    from deployments.pools import FILE, listed_deployments
-    from rollout_core.config import NightlyConfig, parse_config
-    from rollout_core.plans.learner_plan import plan_nightly
-
-    lines = []
-    for item in listed_deployments(PROJECT / FILE, config)["deployments"]:
-        document = item.get("parameters", {}).get("config")
-        if item["entrypoint"] != "flows/nightly.py:nightly" or not item.get("schedules") or document is None:
-            continue
-        try:
-            plan_nightly(parse_config(document, NightlyConfig, name=item["name"]), PROJECT, connections())
-        except RolloutError as error:
-            reasons = "; ".join(str(error).splitlines())
-            lines.append(f"deployment {item['name']}: its scheduled runs will fail until this is fixed: {reasons}")
-    return lines
 
 
 def _environment() -> dict[str, str]:
@@ -69,8 +35,11 @@ def main() -> None:
     is_configured = bool(os.environ.get("PREFECT_API_URL"))
     with prefect_server(PREFECT_HOME, port=arguments.port, say=_say) as address:
         _say("deploying what prefect.yaml lists ...")
-        deploy_all(arguments.pool, arguments.config)
-        for line in unready_schedules(arguments.config):
+        # Not before: Prefect takes the server's address when it is imported.
+        from deployments.listed import deploy_all, unready_schedules
+
+        deploy_all(PROJECT, arguments.pool, arguments.config)
+        for line in unready_schedules(PROJECT, arguments.config):
             _say(line)
         sys.stdout.write(
             f"\nPrefect UI: {address.removesuffix('/api')}\n"

@@ -7,20 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 from deployments.cli import app
-from rollout_core import config as config_package
+from flows.cli.lazy import LazyCommand
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import CONFIG_KINDS
+from rollout_core.config.base import read_toml
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
@@ -104,6 +106,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -
 
     monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (
+        # This one first: a file that is imported meanwhile would keep what stands in its place.
+        "flows.cli.starting.prefect_server",
         "tasks.runtime.prefect_server.prefect_server",
         "rollout_core.inference.engines.build_backend",
         "rollout_core.inference.hf.TransformersEngine.__init__",
@@ -177,14 +181,13 @@ def test_nproc_changes_the_processes_of_every_learner(work: Path, nothing_starts
 
 def test_a_config_is_read_once(work: Path, nothing_starts: None, monkeypatch: pytest.MonkeyPatch):
     """What it says after that does not count, such as for what follows from ``--nproc``."""
-    load_config = config_package.load_config
 
-    def load_and_edit(path: Path, *arguments: Any) -> Any:
-        loaded = load_config(path, *arguments)
+    def read_and_edit(path: Path) -> dict[str, Any]:
+        tables = read_toml(path)
         path.write_text("edited = meanwhile")
-        return loaded
+        return tables
 
-    monkeypatch.setattr(config_package, "load_config", load_and_edit)
+    monkeypatch.setattr("flows.cli.starting.read_toml", read_and_edit)
     result = run("nightly", "--dry-run", "--nproc", "2")
     assert result.exit_code == 0 and "processes=2" in result.stdout, result.stderr
 
@@ -275,17 +278,50 @@ def test_every_key_of_other_libraries_leads_to_one_that_there_is():
 )
 def test_help_shows_every_word_of_its_texts(command: list[str]):
     import click
-    import typer
 
     found: Any = typer.main.get_command(app)
     for name in command:
         found = found.commands[name]
+    found = getattr(found, "loaded", found)
     shown = " ".join(rollout(*command, "--help").stdout.split())
     texts = [option.help for option in found.params if isinstance(option, click.Option) or hasattr(option, "help")]
     texts += [found.help.partition("\n\n")[0]]
     for text in filter(None, texts):
         assert " ".join(text.split()) in shown
     assert command != ["infer", "batch"] or "Instead of [workers].count." in shown
+
+
+def lazy_commands(group: Any, *words: str) -> Iterator[tuple[str, LazyCommand]]:
+    for name, command in group.commands.items():
+        if isinstance(command, LazyCommand):
+            yield " ".join([*words, name]), command
+        else:
+            yield from lazy_commands(command, *words, name)
+
+
+def test_lists_of_commands_say_of_each_the_first_sentence_of_its_own_help():
+    """The lists are written out, so that none of the files is imported for them."""
+    commands = dict(lazy_commands(typer.main.get_command(app)))
+    assert {"init", "train sft", "storage verify", "ops doctor", "ui"} <= set(commands)
+    for words, command in commands.items():
+        assert command.help == command.loaded.get_short_help_str(limit=1000), words
+
+
+def test_lists_of_commands_import_none_of_their_files():
+    """Nor what these need: of the project itself little more than the tables."""
+    program = """
+import sys
+from typer.testing import CliRunner
+from deployments.cli import app
+for words in ([], ["train"], ["infer"], ["agent"], ["snapshot"], ["storage"], ["store"], ["ops"], ["cloud"]):
+    assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
+print(*sorted(name for name in sys.modules if name.startswith(("flows.", "deployments.", "tasks", "rollout_core.c"))))
+print(*sorted({"prefect", "torch", "rich", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ours, others = done.stdout.splitlines()
+    assert ours.split() == ["deployments.cli", "flows.cli", "flows.cli.completion", "flows.cli.lazy"]
+    assert others == ""
 
 
 def test_the_version_is_the_packages():

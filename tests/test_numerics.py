@@ -106,7 +106,7 @@ def test_a_process_that_computed_before_it_was_held_is_refused():
 
 def test_the_command_holds_its_process_before_a_configuration_is_checked_by_torch():
     code = (
-        "from pathlib import Path; from flows.cli.common import load_run\n"
+        "from pathlib import Path; from flows.cli.starting import load_run\n"
         "from rollout_core.config import TrainSFTConfig\n"
         "asked = {'algorithm.optimizer.kind': 'Adafactor', 'algorithm.optimizer.warmup_steps': 1}\n"
         "config = load_run(Path('examples/sft-tiny.toml'), TrainSFTConfig, asked)\n"

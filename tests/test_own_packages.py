@@ -13,7 +13,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.own_packages import ROOT, require_own
 from tests.flows.conftest import write_toml
 
-COMMAND = ("-P", "-c", "from rollout_core.base.own_packages import run_command; run_command()")
+COMMAND = ("-P", "-c", "from rollout_core.__main__ import main; main()")
 """What the installed script `rollout` runs; as there, the working folder is not on Python's path."""
 
 

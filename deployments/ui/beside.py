@@ -11,7 +11,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.ui.door import LOGIN, STATIC, guarded, page_path
-from rollout_core.base.errors import RolloutError
+from tasks.runtime.prefect_server import connections
+from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.store import LightningStore
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,6 @@ class _MadeWhenAsked:
 
 def _make(store: LightningStore) -> ASGIApp:
     from deployments.ui.server import application, sources_of
-    from rollout_core.base.errors import ConfigError
-    from tasks.runtime.prefect_server import connections
 
     known = connections()
     if known is None:

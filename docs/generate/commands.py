@@ -24,6 +24,7 @@ def _section(command: Any, name: str) -> Iterator[str]:
     below = getattr(command, "commands", None)
     if below is None:
         context = command.make_context(name, [], resilient_parsing=True)
+        command = context.command
         usage = " ".join([name, *command.collect_usage_pieces(context)])
         yield from ("", f"## {name}", "", inspect.cleandoc(command.help or ""), "", f"```text\n{usage}\n```", "")
         yield from _parameters(command, context)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import StoragePath
-
-if TYPE_CHECKING:
-    from rollout_core.base.ids import ContentId
-    from rollout_core.config import ModelSource
-    from rollout_core.models.gguf_reading import WeightType
-    from rollout_core.objects import ObjectStore
+from tasks.runtime.prefect_server import object_store
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.processes import size_text
+from rollout_core.config import ModelSource
+from rollout_core.models.gguf_header import ENDING
+from rollout_core.models.gguf_reading import DEFAULT_TYPE, WeightType
+from rollout_core.models.locating import import_gguf, import_model as file_model
+from rollout_core.objects import ObjectStore
 
 
 def import_model(
@@ -40,20 +43,12 @@ def import_model(
     A GGUF file becomes a Hugging Face folder: its numbers dequantized, its tokenizer and chat template rebuilt.
     """
     with one_line_errors(debug):
-        from rollout_core.config import ModelSource
-        from tasks.runtime.prefect_server import object_store
-
         source = ModelSource(uri=model, revision=revision, tokenizer=tokenizer)
         with object_store(storage) as objects:
             typer.echo(_import(source, dtype, objects))
 
 
 def _import(source: ModelSource, dtype: WeightType | None, objects: ObjectStore) -> ContentId:
-    from rollout_core.base.errors import ConfigError
-    from rollout_core.models.gguf_header import ENDING
-    from rollout_core.models.gguf_reading import DEFAULT_TYPE
-    from rollout_core.models.locating import import_gguf, import_model as file_model
-
     started = time.monotonic()
     if not source.uri.lower().endswith(ENDING) or (Path.cwd() / source.uri).is_dir():
         if dtype is not None:
@@ -71,6 +66,4 @@ def _tell(source: ModelSource, what: str, started: float) -> None:
 
 
 def _size(objects: ObjectStore, model: ContentId) -> str:
-    from rollout_core.base.processes import size_text
-
     return size_text(objects.manifest(model).size_bytes)

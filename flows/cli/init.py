@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from flows.cli.common import Debug, one_line_errors
-from flows.cli.completion import kinds
-
-if TYPE_CHECKING:
-    from rollout_core.plans.surroundings import ModelFolder, RowFile
+from flows.cli.common import DataPath, Debug, ModelAddress, one_line_errors
+from rollout_core.base.errors import ConfigError
+from rollout_core.plans.first_config import KINDS, Ingredients, choose, companions, config_text
+from rollout_core.plans.surroundings import ModelFolder, RowFile, Surroundings, look_around, model_folder, row_file
 
 KIND_NAMES = "sft, rm, dpo, ipo, kto, ppo, grpo, batch, agent or nightly"
 
-ModelAddress = Annotated[
-    str | None, typer.Option("--model", help="Folder, hub id or content id of the model, instead of the file's.")
-]
-DataPath = Annotated[str | None, typer.Option("--data", help="File of the rows, in any form, instead of the file's.")]
-RewardCallable = Annotated[
-    str | None, typer.Option("--reward", help="path/to/file.py:function of the reward, instead of the file's.")
-]
+
+def _kinds(incomplete: str) -> list[str]:
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 def init(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{KIND_NAMES}.", autocompletion=kinds)],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{KIND_NAMES}.", autocompletion=_kinds)],
     model: ModelAddress = None,
     data: DataPath = None,
     folder: Annotated[Path, typer.Option("--folder", help="Where to look, and to write.")] = Path(),
@@ -34,10 +30,6 @@ def init(
 ) -> None:
     """Write a first configuration, with comments, of the models and rows that are in this folder."""
     with one_line_errors(debug):
-        from rollout_core.base.errors import ConfigError
-        from rollout_core.plans.first_config import KINDS, choose, companions, config_text
-        from rollout_core.plans.surroundings import look_around
-
         if kind not in KINDS:
             raise ConfigError(f"no kind of run is named {kind!r}; expected one of {KIND_NAMES}")
         if not folder.is_dir():
@@ -59,8 +51,6 @@ def init(
 
 def _write(folder: Path, files: dict[str, str], force: bool) -> None:
     """All or none of them; a companion that is there already stays as it is."""
-    from rollout_core.base.errors import ConfigError
-
     config = next(iter(files))
     if (folder / config).exists() and not force:
         raise ConfigError(f"{folder / config} is there already; --force writes over it")
@@ -73,26 +63,16 @@ def _write(folder: Path, files: dict[str, str], force: bool) -> None:
 
 
 def _model(address: str | None, folder: Path) -> ModelFolder | None:
-    from rollout_core.plans.surroundings import model_folder
-
     return None if address is None else model_folder(folder / address, address)
 
 
 def _rows(path: str | None, folder: Path) -> RowFile | None:
-    from rollout_core.plans.surroundings import row_file
-
     return None if path is None else row_file(folder / path, path)
 
 
 def tables_without_file(kind: str, model: str | None, data: str | None, reward: str | None) -> dict[str, Any]:
     """The configuration of a command without a file: that of `rollout init` with these. Raises ConfigError where one
     that it needs is missing."""
-    import tomllib
-
-    from rollout_core.base.errors import ConfigError
-    from rollout_core.plans.first_config import Ingredients, choose, config_text
-    from rollout_core.plans.surroundings import Surroundings
-
     missing = [option for option, value in (("--model", model), ("--data", data)) if value is None]
     if missing:
         raise ConfigError(
@@ -108,15 +88,3 @@ def tables_without_file(kind: str, model: str | None, data: str | None, reward: 
             f"--reward: required, as the rows of {data} have no answer to compare with; give path/to/file.py:function"
         )
     return tomllib.loads(config_text(kind, Ingredients(of.model, of.rows, of.prompts, of.held_out, reward)))
-
-
-def overrides_of(kind: str, model: str | None, data: str | None, reward: str | None) -> dict[str, tuple[str, Any]]:
-    """What the options change of a configuration file: by dotted key, the option's name and the value."""
-    rows = "algorithm.prompts" if kind in ("ppo", "grpo") else "algorithm.dataset"
-    table = None if data is None else {"kind": "files", "path": data}
-    changes = {
-        "algorithm.base_model.uri": ("--model", model),
-        rows: ("--data", table),
-        "algorithm.reward": ("--reward", None if reward is None else {"kind": "function", "callable": reward}),
-    }
-    return {key: (option, value) for key, (option, value) in changes.items() if value is not None}

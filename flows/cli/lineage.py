@@ -1,27 +1,28 @@
-"""`rollout lineage` and `export`: what made a result, back to where its inputs came from; what came of it; models taken
-out with all that."""
+"""`rollout lineage`: what made a result, back to where its inputs came from; and what came of it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flows.cli.common import EXIT_FAILED, Debug, one_line_errors, run_flow
+from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import StoragePath
+from tasks.runtime.prefect_server import object_store
+from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.addresses import complete_input_id, complete_lineage_id, is_short_id
+from rollout_core.objects.imports import Imported, ids_at, imports_behind
+from rollout_core.objects.lineage import Lineage, trace_descendants, trace_lineage
+from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
 
 if TYPE_CHECKING:
-    from rollout_core.base.ids import ContentId
     from rollout_core.data.sample_lineage import Sighting
-    from rollout_core.objects import ObjectStore
-    from rollout_core.objects.imports import Imported
-    from rollout_core.objects.lineage import Lineage
 
 Origin = Annotated[
     str,
@@ -60,11 +61,6 @@ def lineage(
         if samples or row is not None or prompt is not None:
             _print_samples(content_id, samples, row, prompt, storage, as_text=form == "text")
             return
-        from rollout_core.base.errors import NotFound
-        from rollout_core.objects.imports import imports_behind
-        from rollout_core.objects.lineage import trace_descendants, trace_lineage
-        from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
-        from tasks.runtime.prefect_server import object_store
 
         with object_store(storage) as objects:
             found_id = _meant(objects, content_id, down)
@@ -95,7 +91,6 @@ def _print_samples(
     text: str, samples: bool, row: int | None, prompt: str | None, storage: str | None, *, as_text: bool
 ) -> None:
     """A line for each sample behind a checkpoint, of JSON, or for each checkpoint that saw a row."""
-    from rollout_core.base.errors import ConfigError
     from rollout_core.data.sample_lineage import number_of, samples_behind, who_saw
     from tasks.runtime.prefect_server import object_store
 
@@ -127,170 +122,8 @@ def _seen(item: Sighting) -> str:
     return f"{named:13} {f'{item.stage} {item.label}'.strip():28} {told}{f'; {item.note}' if item.note else ''}"
 
 
-def export(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="ID", help="Of a model or training state, or the first digits, at least 8; latest: what is served."
-        ),
-    ],
-    folder: Annotated[
-        Path | None, typer.Argument(help="A new folder; it appears whole and verified, or not at all.")
-    ] = None,
-    resource: Annotated[str, typer.Option("--resource", help="Whose latest model, where ID is latest.")] = "policy",
-    push: Annotated[
-        str | None, typer.Option("--push-to-hub", metavar="REPO", help="Upload it there, such as my-team/my-model.")
-    ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; default: private.")] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch of the repository.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Title of the model card.")] = None,
-    gguf: Annotated[
-        bool, typer.Option("--gguf", help="Also as one file, model.gguf, for llama.cpp and its kin (an extra).")
-    ] = False,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="What LoRA trained alone, as peft loads it, instead of the model.")
-    ] = False,
-    dtype: Annotated[
-        Literal["base", "stored", "float32", "bfloat16", "float16"],
-        typer.Option(
-            "--dtype",
-            help="Of the weights. base: as the model has it that training began with; stored: as they are, float32 of "
-            "what was trained.",
-        ),
-    ] = "base",
-    storage: StoragePath = None,
-    debug: Debug = False,
-) -> None:
-    """Write a model as a Hugging Face folder, with a model card and the records of its lineage; or upload it."""
-    with one_line_errors(debug):
-        from rollout_core.base.errors import ConfigError
-        from rollout_core.base.locks import scratch_folder
-        from rollout_core.promotion.export import export_model, model_to_export, push_to_hub
-        from tasks.runtime.prefect_server import object_store
-
-        if folder is None and push is None:
-            raise ConfigError("nowhere to export to; give a FOLDER, or --push-to-hub REPO")
-        if adapter and (gguf or dtype != "base"):
-            raise ConfigError("--adapter writes an adapter alone, in float32; leave out --gguf and --dtype")
-        digits = _served(resource) if model == "latest" else model
-        with object_store(storage) as objects, scratch_folder("export") as scratch:
-            target = folder if folder is not None else scratch / "model"
-            options: Any = {"as_gguf": gguf, "as_adapter": adapter, "dtype": dtype}
-            found = export_model(objects, model_to_export(objects, digits), target, name=name or push, **options)
-            precision = "" if found.dtype is None else f", weights in {found.dtype}"
-            typer.echo(f"{'exported' if folder is None else folder}: model {found.model}{precision}")
-            if push is not None:
-                message = f"Model {found.model.short}"
-                typer.echo(push_to_hub(target, push, private=not public, revision=revision, message=message))
-
-
-def reproduce(
-    content_id: Annotated[str, typer.Argument(metavar="ID", help="Of a checkpoint or any other result of stages.")],
-    into: Annotated[
-        Path | None, typer.Option("--into", help="Folder for an object store, database and cache of its own.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Say whether all that it takes is there; run nothing.")
-    ] = False,
-    storage: StoragePath = None,
-    debug: Debug = False,
-) -> None:
-    """Make a result again elsewhere, from the records of its lineage, and say at which stage its ids first differ.
-
-    Exit code 0: all ids are the same; 1: some stage made others.
-    """
-    with one_line_errors(debug):
-        from rollout_core.base.determinism import hold_numerics
-        from rollout_core.base.errors import ConfigError
-        from rollout_core.objects.addresses import complete_lineage_id
-        from rollout_core.objects.lineage import trace_lineage
-        from tasks.runtime.prefect_server import object_store
-
-        if into is None and not check:
-            raise ConfigError("give --into FOLDER, where it is made again, or --check")
-        with object_store(storage) as objects:
-            found = complete_lineage_id(objects, content_id)
-            asked = {item.arithmetic.get("numerics", "native") for item in trace_lineage(objects, found)}
-            hold_numerics("portable" if asked == {"portable"} else None)  # before anything imports torch
-            url = objects.url
-        if check:
-            _check_reproduction(url, found)
-        else:
-            assert into is not None, "checked"
-            _reproduce(url, found, into.resolve(), debug)
-
-
-def _check_reproduction(url: str, content: ContentId) -> None:
-    from flows.reproduce import numerics_of, plan_reproduction
-    from rollout_core.objects import ObjectStore
-
-    plan = plan_reproduction(ObjectStore.from_url(url), content)
-    typer.echo(f"{len(plan.steps)} stages, {len(plan.first_inputs)} inputs, {numerics_of(plan)} numerics")
-    for step in plan.steps:
-        typer.echo(f"  {step.title}")
-    for note in plan.notes:
-        typer.echo(f"may make other ids: {note}")
-    for problem in plan.problems:
-        typer.echo(f"cannot be made again: {problem}")
-    if plan.problems:
-        raise typer.Exit(EXIT_FAILED)
-
-
-def _reproduce(url: str, content: ContentId, folder: Path, debug: bool) -> None:
-    # Read when a stage asks for them, so that nothing of the settings' own is written to.
-    os.environ["ROLLOUT_STORAGE"] = f"file://{folder / 'objects'}"
-    os.environ["ROLLOUT_DATABASE"] = f"sqlite:///{folder / 'rollout.db'}"
-    os.environ["ROLLOUT_CACHE"] = str(folder / "cache")
-    folder.mkdir(parents=True, exist_ok=True)
-    numerics = os.environ.get("ROLLOUT_NUMERICS", "native")
-
-    def start() -> Any:
-        from flows.reproduce import reproduce as run
-
-        return run(content, url, numerics)
-
-    done = run_flow(start, debug, "flows.reproduce")
-    for title in done["same"]:
-        typer.echo(f"same ids: {title}")
-    if done["difference"] is None:
-        typer.echo(f"{content} was made again, byte for byte")
-        return
-    differing = done["difference"]
-    typer.echo(f"first difference: {differing['stage']}")
-    for there, here in zip(differing["there"], differing["here"], strict=True):
-        typer.echo(f"  {there} there, {here} here{'' if there != here else ' (the same)'}")
-    typer.echo("`rollout reproduce ID --check` says what is not here as it was there")
-    raise typer.Exit(EXIT_FAILED)
-
-
-def _served(resource: str) -> str:
-    """The model that the latest resources serve under this name."""
-    from rollout_core.base.errors import NotFound
-    from rollout_core.promotion.history import served_model
-    from rollout_core.store import SqlLightningStore
-    from tasks.runtime.prefect_server import storage_and_database
-
-    with storage_and_database() as known:
-        known.try_database()
-        objects = known.open_objects()
-
-        async def look() -> str | None:
-            async with SqlLightningStore.from_url(known.database_url()) as store:
-                return await served_model(store, objects, resource)
-
-        found = asyncio.run(look())
-    if found is None:
-        raise NotFound(f"{resource!r} serves no model of ours; `rollout promotions` lists what does")
-    return found
-
-
 def _meant(objects: ObjectStore, text: str, down: bool) -> ContentId:
     """The id that was given, or that of what was read from an address. Of several the last one that was brought in."""
-    from rollout_core.base.errors import ConfigError
-    from rollout_core.base.ids import is_content_id
-    from rollout_core.objects.addresses import complete_input_id, complete_lineage_id, is_short_id
-    from rollout_core.objects.imports import ids_at
-
     if is_content_id(text) or is_short_id(text):
         return (complete_input_id if down else complete_lineage_id)(objects, text)
     found = ids_at(objects, text, Path.cwd())

@@ -7,9 +7,17 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from flows.cli.common import ConfigPath, Debug, Overrides, load_run, one_line_errors, parse_overrides, print_facts
-from flows.cli.results import AsJson, duration
+from flows.cli.common import AsJson, ConfigPath, Debug, Overrides, one_line_errors, parse_overrides, print_facts
+from flows.cli.results import duration, print_table
+from flows.cli.starting import load_run
+from tasks.runtime.prefect_server import storage_and_database
+from rollout_core.base.errors import ConfigError
+from rollout_core.config import CONFIG_KINDS, apply_overrides
+from rollout_core.config.base import read_toml
+from rollout_core.config.cloud import take_cloud
+from rollout_core.config.kinds import kind_of
 
 if TYPE_CHECKING:
     from tasks.runtime.planning import RunPlan, StagePlan
@@ -34,13 +42,6 @@ def plan(
     looked up instead of computed. Nothing is changed. Times are those of earlier runs.
     """
     with one_line_errors(debug):
-        from rollout_core.base.errors import ConfigError
-        from rollout_core.config import CONFIG_KINDS, apply_overrides
-        from rollout_core.config.base import read_toml
-        from rollout_core.config.cloud import take_cloud
-        from rollout_core.config.kinds import kind_of
-        from tasks.runtime.prefect_server import storage_and_database
-
         overrides = parse_overrides(set_)
         if kind is None:
             kind = kind_of(apply_overrides(take_cloud(read_toml(config), str(config)), overrides), str(config))
@@ -58,10 +59,6 @@ def plan(
 
 
 def _print(found: RunPlan) -> None:
-    from rich.table import Table
-
-    from flows.cli.results import print_table
-
     print_facts("plan", {"kind": found.kind, **found.facts})
     shown = [state for state in _STATES if any(state in stage.counts for stage in found.stages)]
     table = Table(box=None, pad_edge=False)

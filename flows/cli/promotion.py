@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from flows.cli.common import Debug, one_line_errors
-
-if TYPE_CHECKING:
-    from rollout_core.objects import ObjectStore
-    from rollout_core.promotion.history import Entry
-    from rollout_core.store import LightningStore
+from tasks.runtime.prefect_server import storage_and_database
+from rollout_core.config import PromotionConfig, parse_config
+from rollout_core.objects import ObjectStore
+from rollout_core.promotion.history import (
+    Change,
+    Entry,
+    change_latest,
+    history_of,
+    model_to_promote,
+    resources_with_history,
+    roll_back,
+    served_model,
+    this_user,
+)
+from rollout_core.runs.decisions import note_decision
+from rollout_core.store import LightningStore, SqlLightningStore
 
 Reason = Annotated[str, typer.Option("--reason", help="For the history.")]
 ResourceName = Annotated[str, typer.Argument(metavar="RESOURCE", help="Name of the model among the resources.")]
@@ -29,7 +40,6 @@ def promotions(
 ) -> None:
     """Print which models were the latest: when, by whom, why; the newest first. A star marks what is served now."""
     with one_line_errors(debug):
-        from rollout_core.promotion.history import history_of, resources_with_history, served_model
 
         async def look(objects: ObjectStore, store: LightningStore) -> dict[str, tuple[str | None, list[Entry]]]:
             names = resources_with_history(objects) if resource is None else [resource]
@@ -71,10 +81,6 @@ def promote(
 ) -> None:
     """Make a model the latest, without asking for evidence."""
     with one_line_errors(debug):
-        from rollout_core.config import PromotionConfig, parse_config
-        from rollout_core.promotion.history import Change, change_latest, model_to_promote, this_user
-        from rollout_core.runs.decisions import note_decision
-
         parse_config({"resource": resource}, PromotionConfig, name="--resource")
 
         async def change(objects: ObjectStore, store: LightningStore) -> tuple[str, Entry | None]:
@@ -98,7 +104,6 @@ def rollback(
 ) -> None:
     """Serve again the model that was the latest before."""
     with one_line_errors(debug):
-        from rollout_core.promotion.history import roll_back, this_user
 
         async def change(objects: ObjectStore, store: LightningStore) -> Entry:
             return await roll_back(store, objects, resource, to=to, by=this_user("rollout rollback"), reason=reason)
@@ -113,9 +118,6 @@ def _instead(entry: Entry) -> str:
 
 def _connected(work: Callable[[ObjectStore, LightningStore], Coroutine[Any, Any, Any]]) -> Any:
     """What ``work`` returns, given the object store and the database of the settings."""
-    from rollout_core.store import SqlLightningStore
-    from tasks.runtime.prefect_server import storage_and_database
-
     with storage_and_database() as known:
         known.try_database()
         objects = known.open_objects()

@@ -10,17 +10,17 @@ from typing import Annotated
 import typer
 
 from flows.cli.common import Debug, one_line_errors
-from flows.cli.storage import ShortId, StoragePath, storage_du, storage_gc
-
-snapshot_app = typer.Typer(no_args_is_help=True, help="Look after snapshots, such as training states.")
-snapshot_app.command("gc")(storage_gc)
-snapshot_app.command("du")(storage_du)
+from flows.cli.storage import ShortId, StoragePath
+from tasks.runtime.prefect_server import object_store
+from rollout_core.base.errors import ConfigError
+from rollout_core.objects.addresses import complete_snapshot_id
+from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
+from rollout_core.objects.trees import file_beside
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only this run's.")]
 Kind = Annotated[str | None, typer.Option("--kind", help="train_state, buffer, process or episodic_memory.")]
 
 
-@snapshot_app.command("list")
 def snapshot_list(
     storage: StoragePath = None,
     run_id: RunId = None,
@@ -31,28 +31,19 @@ def snapshot_list(
 ) -> None:
     """Print snapshots, newest first, as JSON."""
     with one_line_errors(debug):
-        from rollout_core.objects.snapshots import SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             found = SnapshotStore(objects).list(run_id=run_id, kind=kind, label_contains=label, limit=limit)  # pyright: ignore[reportArgumentType]
         typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
 
 
-@snapshot_app.command("show")
 def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
     """Print one snapshot as JSON."""
     with one_line_errors(debug):
-        from rollout_core.objects.addresses import complete_snapshot_id
-        from rollout_core.objects.snapshots import SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
         typer.echo(found.model_dump_json(indent=2))
 
 
-@snapshot_app.command("save")
 def snapshot_save(
     folder: Annotated[Path, typer.Argument(help="What to save, as a whole.")],
     run_id: Annotated[str, typer.Option("--run-id", help="Whose it is.")],
@@ -65,9 +56,6 @@ def snapshot_save(
 ) -> None:
     """Save a folder as a snapshot and print its record as JSON."""
     with one_line_errors(debug):
-        from rollout_core.objects.snapshots import SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             saved = SnapshotStore(objects).save(
                 folder,
@@ -80,7 +68,6 @@ def snapshot_save(
         typer.echo(saved.model_dump_json(indent=2))
 
 
-@snapshot_app.command("restore")
 def snapshot_restore(
     snapshot_id: ShortId,
     folder: Annotated[Path, typer.Argument(help="A new folder; it appears whole and verified, or not at all.")],
@@ -89,10 +76,6 @@ def snapshot_restore(
 ) -> None:
     """Write a snapshot's files to a folder. A training state's model/ is a Hugging Face model folder."""
     with one_line_errors(debug):
-        from rollout_core.objects.addresses import complete_snapshot_id
-        from rollout_core.objects.snapshots import SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             snapshots, found = SnapshotStore(objects), complete_snapshot_id(objects, snapshot_id)
             snapshots.get(found)  # of one that was given up: a look has no run compute it again
@@ -100,7 +83,6 @@ def snapshot_restore(
         typer.echo(f"{folder}: step {restored.step} of {restored.algorithm}, {restored.size_bytes:,} bytes")
 
 
-@snapshot_app.command("export")
 def snapshot_export(
     snapshot_id: ShortId,
     file: Annotated[Path, typer.Argument(help="The tar file to write, whose blake3 is the snapshot's id.")],
@@ -109,11 +91,6 @@ def snapshot_export(
 ) -> None:
     """Write a snapshot as a tar file, which appears verified and whole."""
     with one_line_errors(debug):
-        from rollout_core.objects.addresses import complete_snapshot_id
-        from rollout_core.objects.snapshots import SnapshotStore
-        from rollout_core.objects.trees import file_beside
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             chunks = SnapshotStore(objects).export(complete_snapshot_id(objects, snapshot_id))
             with file_beside(file) as written:
@@ -123,7 +100,6 @@ def snapshot_export(
         typer.echo(str(file))
 
 
-@snapshot_app.command("label")
 def snapshot_label(
     snapshot_id: ShortId,
     label: Annotated[str, typer.Argument(help="A name for people; empty takes the label away.")],
@@ -132,11 +108,6 @@ def snapshot_label(
 ) -> None:
     """Label a snapshot, which keeps it from housekeeping and from prune."""
     with one_line_errors(debug):
-        from rollout_core.base.errors import ConfigError
-        from rollout_core.objects.addresses import complete_snapshot_id
-        from rollout_core.objects.snapshots import SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             snapshots = SnapshotStore(objects)
             found = snapshots.get(complete_snapshot_id(objects, snapshot_id))
@@ -146,14 +117,9 @@ def snapshot_label(
         typer.echo(changed.model_dump_json(indent=2))
 
 
-@snapshot_app.command("compare")
 def snapshot_compare(first: ShortId, second: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
     """Print in what two snapshots differ, as JSON: their records, and their files by name."""
     with one_line_errors(debug):
-        from rollout_core.objects.addresses import complete_snapshot_id
-        from rollout_core.objects.snapshots import SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             compared = SnapshotStore(objects).compare(
                 *(complete_snapshot_id(objects, name) for name in (first, second))
@@ -161,7 +127,6 @@ def snapshot_compare(first: ShortId, second: ShortId, storage: StoragePath = Non
         typer.echo(compared.model_dump_json(indent=2))
 
 
-@snapshot_app.command("prune")
 def snapshot_prune(
     run_id: Annotated[str, typer.Option("--run-id", help="Whose snapshots are dropped.")],
     keep_last: Annotated[int, typer.Option("--keep-last", min=0, help="The newest so many stay.")] = 3,
@@ -181,9 +146,6 @@ def snapshot_prune(
     A result that names a dropped snapshot is computed again by the run that needs it.
     """
     with one_line_errors(debug):
-        from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
-        from tasks.runtime.prefect_server import object_store
-
         with object_store(storage) as objects:
             dropped = SnapshotStore(objects).prune(
                 run_id,

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.garbage import collect_seldom
 
 ROOT = Path(__file__).absolute().parents[2]
 """Not resolved: installed files may be links, each to a place of its own."""
@@ -35,14 +32,3 @@ def require_own(*names: str) -> None:
 
 def _is_file(origin: str | None, own: Path) -> bool:
     return origin is not None and own.exists() and Path(origin).exists() and own.samefile(origin)
-
-
-def run_command() -> None:
-    """Entry point of the `rollout` command, which is above this package and so imported by its name."""
-    collect_seldom()
-    try:
-        require_own("deployments", "flows", "tasks", "blocks")
-    except ConfigError as error:
-        sys.stderr.write(f"rollout: {error}\n")
-        sys.exit(2)
-    import_module("deployments.cli").main()

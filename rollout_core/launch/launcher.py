@@ -22,6 +22,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
@@ -469,9 +470,9 @@ def import_updates() -> None:
 
 def update_function(name: UpdateName) -> Callable[..., Any]:
     """The update of that name."""
-    from rollout_core.algorithms import dataset_updates, on_policy_updates
-
-    return getattr(on_policy_updates if name in ("ppo", "grpo") else dataset_updates, f"{name}_update")
+    module = "on_policy_updates" if name in ("ppo", "grpo") else "dataset_updates"
+    # Not at the top: it imports torch.
+    return getattr(import_module(f"rollout_core.algorithms.{module}"), f"{name}_update")
 
 
 def encode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rollout_core.algorithms.context import HeldStates, UpdateContext
 from rollout_core.base import traces
-from rollout_core.base.determinism import prepare_environment, release_gpu_memory
+from rollout_core.base.determinism import prepare_environment, probe_device, release_gpu_memory
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
 from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.process_tree import signal_at_parents_end
@@ -38,9 +39,7 @@ from rollout_core.launch.launcher import (
     report_type,
     update_function,
 )
-
-if TYPE_CHECKING:
-    from rollout_core.algorithms.context import HeldStates
+from rollout_core.objects import ObjectStore
 
 PATIENCE = timedelta(hours=2)
 """For the other ranks: a launcher ends all when one dies; who waits may wait for a large upload by the first."""
@@ -113,9 +112,7 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
     where the ranks are not as many."""
     import torch.distributed as dist
 
-    from rollout_core.algorithms.context import UpdateContext
     from rollout_core.algorithms.parallel import is_first
-    from rollout_core.objects import ObjectStore
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != job.nproc:
@@ -148,8 +145,6 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
 @lru_cache(maxsize=1)
 def _held_states(folder: Path) -> HeldStates:
     """The same for all jobs of a run that this process works on one after the other."""
-    from rollout_core.algorithms.context import HeldStates
-
     return HeldStates(folder)
 
 
@@ -160,8 +155,6 @@ def join() -> None:
         return
     import torch
     import torch.distributed as dist
-
-    from rollout_core.base.determinism import probe_device
 
     device = None
     if probe_device() == "cuda":

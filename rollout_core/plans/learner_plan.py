@@ -45,6 +45,7 @@ from rollout_core.config.rewards import ExactMatchReward, FunctionReward, ModelR
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.curriculum import check_keys, in_words
 from rollout_core.data.datasets import PromptRow
+from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sft_form, unpaired_form
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import (
     check_reference,
@@ -76,7 +77,6 @@ from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport
-    from rollout_core.data.training_data import RowForm
 
 
 DATA_REPORT = "data report"
@@ -141,13 +141,13 @@ class LearnerPlan(Plan):
         source, is_plain = self.model_source, settings.lora is None and not settings.parallel.cuts_matrices
         if is_plain or self.model_facts is None or source is None:
             return
-        from rollout_core.models.architecture import count_adapted, count_cut
+        architecture = _architecture()
 
         def look() -> dict[str, int]:
             with describe(source, self.base, self.objects) as found:
                 if settings.lora is None:
-                    return {"cut_parameters": count_cut(found.folder, settings.parallel)}
-                counts = count_adapted(found.folder, settings.lora)
+                    return {"cut_parameters": architecture.count_cut(found.folder, settings.parallel)}
+                counts = architecture.count_adapted(found.folder, settings.lora)
             if counts.left_out and not settings.lora.target_modules:
                 shares = [f"{name} ({number / counts.all:.0%})" for name, number in counts.left_out.items()]
                 self.facts["layers without adapters"] = f"{', '.join(shares)} of the parameters; they stay as they are"
@@ -237,8 +237,6 @@ class LearnerPlan(Plan):
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
-        from rollout_core.data.training_data import sft_form
-
         self.learner(what, settings)
         self.sequence_length(what, settings.sequence)
         training_rows = sft_form(settings)
@@ -258,8 +256,6 @@ class LearnerPlan(Plan):
 
     def preferences(self, what: str, kind: str, settings: PreferenceSettings) -> DataReport | None:
         """Rows of a learner from preferences, of which ``kind`` is the usual name, and its settings."""
-        from rollout_core.data.training_data import pair_form, unpaired_form
-
         rows = unpaired_form(settings) if kind == "kto" else pair_form(settings, need_prompts=kind != "rm")
         self.sequence_length(what, settings.sequence)
         self.learner(what, settings)
@@ -280,8 +276,6 @@ class LearnerPlan(Plan):
         rows = self.stream(dataset, asked.row)
 
         def look() -> DataReport | None:
-            from rollout_core.data.training_data import look_at_rows
-
             found = self.model_facts
             if found is None:
                 rows.check()
@@ -487,9 +481,14 @@ def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
 def _check_cut(folder: Path, settings: LearnerSettings) -> None:
     """A model that is read beside the one that is trained can be cut as that one is."""
     if settings.parallel.cuts_matrices:
-        from rollout_core.models.architecture import count_cut
+        _architecture().count_cut(folder, settings.parallel)
 
-        count_cut(folder, settings.parallel)
+
+def _architecture():
+    """The module that builds models. It imports torch, which most plans do without."""
+    from rollout_core.models import architecture
+
+    return architecture
 
 
 def plan_nightly(

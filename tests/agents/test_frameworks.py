@@ -348,7 +348,7 @@ path = "held-out.jsonl"
 temperature = 0.0
 max_tokens = 24
 """
-COMMAND = "from rollout_core.base.own_packages import run_command; run_command()"
+COMMAND = "from rollout_core.__main__ import main; main()"
 
 
 @pytest.mark.campaign

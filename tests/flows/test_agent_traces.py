@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.agent import chosen_pairs
-from flows.cli.agents import _trace_lines
+from flows.cli.agent_trace import _trace_lines
 from rollout_core.agents.adapters.ended import EndedRollout
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.objects import ObjectStore

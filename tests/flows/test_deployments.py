@@ -25,7 +25,9 @@ import pytest
 import yaml
 from prefect import get_client
 
-from deployments import pools, serve
+from deployments import pools
+from deployments.listed import unready_schedules
+from tasks.runtime.prefect_server import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.lineage import lineage_of
@@ -195,10 +197,9 @@ def test_how_to_start_a_worker_is_not_said_for_each_deployment(width: int):
     assert not any(is_hint for _, is_hint in pools.marked(rest))
 
 
-def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path):
     clone(tmp_path / "clone")
-    monkeypatch.setattr(serve, "PROJECT", tmp_path / "clone")
-    [line] = serve.unready_schedules()
+    [line] = unready_schedules(tmp_path / "clone")
     assert (
         line.startswith("deployment nightly: its scheduled runs will fail until this is fixed: ") and "\n" not in line
     )

@@ -152,8 +152,8 @@ def test_an_option_takes_the_place_of_the_webhook_that_the_environment_names(
     monkeypatch: pytest.MonkeyPatch, options: list[str], known: tuple[str | None, str | None, bool]
 ):
     asked = []
-    monkeypatch.setattr("tasks.runtime.prefect_server.prefect_server", lambda home: nullcontext())
-    monkeypatch.setattr("deployments.cli._install", lambda *arguments: asked.append(arguments) or [])
+    monkeypatch.setattr("deployments.cli.install.prefect_server", lambda home: nullcontext())
+    monkeypatch.setattr("deployments.automations.bring_about", lambda *arguments: asked.append(arguments) or [])
     done = CliRunner().invoke(app, ["ops", "install", *options], env={"ROLLOUT_WEBHOOK_URL": "http://all"})
     assert done.exit_code == 0, done.output
     assert asked == [(*known, None, False)]

@@ -25,7 +25,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from deployments.cli import EXIT_DRAINED
+from deployments.cli.worker import EXIT_DRAINED
 from deployments.spot import AWSMetadata, GCEMetadata, SpotWatch, machine_type, metadata
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects.snapshots import SnapshotStore

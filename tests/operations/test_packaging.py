@@ -24,7 +24,8 @@ from prefect.client.schemas.objects import Flow, FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.workers.base import BaseJobConfiguration
 
-from deployments.cli import EXIT_DRAINED, app
+from deployments.cli import app
+from deployments.cli.worker import EXIT_DRAINED
 from deployments.serve import PROJECT
 from tasks.runtime.prefect_server import SERVER_SETTINGS
 from tests.machine import SYSTEMD, require

@@ -103,12 +103,15 @@ def _try_decoder(tokenizer: Any, folder: str) -> None:
 
 
 def _adapter(folder: str, model_folder: str, whole: bool) -> None:
-    from rollout_core.models.architecture import check_fit
-
-    check_fit(Path(folder), Path(model_folder), whole=whole)
+    _architecture().check_fit(Path(folder), Path(model_folder), whole=whole)
 
 
 def _training(folder: str, is_reward_model: bool) -> None:
-    from rollout_core.models.architecture import check_trainable
+    _architecture().check_trainable(blank_model(Path(folder), is_reward_model=is_reward_model))
 
-    check_trainable(blank_model(Path(folder), is_reward_model=is_reward_model))
+
+def _architecture():
+    """The module that builds models. It imports torch, which looks for GPUs: after `_prepare`."""
+    from rollout_core.models import architecture
+
+    return architecture

@@ -29,10 +29,15 @@ def is_postgres(url: str) -> bool:
         return False
     if find_spec("psycopg") is None:
         raise ConfigError(f"postgresql:// needs a package: pip install '{DISTRIBUTION}[postgres]'")
-    from rollout_core.store.sql.postgres_server import check_url
-
-    check_url(url)
+    postgres_server().check_url(url)
     return True
+
+
+def postgres_server():
+    """The module that knows PostgreSQL's servers. It imports their driver, which is an extra."""
+    from rollout_core.store.sql import postgres_server
+
+    return postgres_server
 
 
 def open_database(url: str, hooks: Hooks, *, busy_timeout_seconds: float) -> Database[Any]:
@@ -55,9 +60,7 @@ def migrate(url: str) -> str:
     another program and for one of a newer version, Recoverable if the database is busy or away.
     """
     if is_postgres(url):
-        from rollout_core.store.sql import postgres_server
-
-        before, where = postgres_server.prepare(url, BUSY_TIMEOUT_SECONDS).revision_before, without_password(url)
+        before, where = postgres_server().prepare(url, BUSY_TIMEOUT_SECONDS).revision_before, without_password(url)
     else:
         path = sqlite.parse_url(url)
         before, where = sqlite.prepare(path, BUSY_TIMEOUT_SECONDS), str(path)
@@ -84,9 +87,7 @@ def count_all(url: str, busy_timeout_seconds: float) -> Counts | None:
     or changed; raises as `check`.
     """
     if is_postgres(url):
-        from rollout_core.store.sql import postgres_server
-
-        counts = postgres_server.read_counts(url, busy_timeout_seconds)
+        counts = postgres_server().read_counts(url, busy_timeout_seconds)
     else:
         counts = sqlite.read_counts(sqlite.parse_url(url), busy_timeout_seconds)
     if counts is None:
@@ -98,8 +99,6 @@ def count_all(url: str, busy_timeout_seconds: float) -> Counts | None:
 def check(url: str) -> None:
     """Raises what `migrate` would, as far as it shows in advance. Nothing is created or changed."""
     if is_postgres(url):
-        from rollout_core.store.sql import postgres_server
-
-        postgres_server.inspect(url, BUSY_TIMEOUT_SECONDS)
+        postgres_server().inspect(url, BUSY_TIMEOUT_SECONDS)
     else:
         sqlite.inspect(sqlite.parse_url(url), BUSY_TIMEOUT_SECONDS)

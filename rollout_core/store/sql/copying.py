@@ -31,7 +31,7 @@ from sqlalchemy.exc import DBAPIError
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import without_password
 from rollout_core.store.sql import sqlite
-from rollout_core.store.sql.by_url import BUSY_TIMEOUT_SECONDS, count_all, is_postgres, migrate
+from rollout_core.store.sql.by_url import BUSY_TIMEOUT_SECONDS, count_all, is_postgres, migrate, postgres_server
 from rollout_core.store.sql.dialect import POSTGRES, SQLITE
 from rollout_core.store.sql.tables import metadata
 
@@ -107,14 +107,14 @@ def _place(url: str) -> str:
 def _open(url: str) -> Iterator[Engine]:
     """The database, with errors in the words of the store."""
     if is_postgres(url):
-        from rollout_core.store.sql import postgres_server
+        server = postgres_server()
 
         def explain(error: Exception) -> Exception:
-            return postgres_server.explain(error, url)
+            return server.explain(error, url)
 
         engine = create_engine(
             "postgresql+psycopg://",
-            creator=lambda: postgres_server.connect(url, BUSY_TIMEOUT_SECONDS, autocommit=False),
+            creator=lambda: server.connect(url, BUSY_TIMEOUT_SECONDS, autocommit=False),
             poolclass=NullPool,
         )
     else:
