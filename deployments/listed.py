@@ -8,10 +8,10 @@ from prefect import get_client
 
 from deployments import automations
 from deployments.pools import FILE, deploy, listed_deployments
-from tasks.runtime.prefect_server import connections
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.plans.learner_plan import plan_nightly
+from tasks.runtime.prefect_server import connections
 
 
 def deploy_all(project: Path, pool: str, config: Path | None = None) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from deployments.supervision import Outages, work, worker_name
-from tasks.runtime.prefect_server import PREFECT_HOME, keep_server, prefect_server
 from rollout_core.base.errors import RolloutError
-from tasks.runtime.prefect_server import PREFECT_HOME, connections, keep_server, prefect_server
+from tasks.runtime.prefect_server import PREFECT_HOME, keep_server, prefect_server
 
 PROJECT = Path(__file__).resolve().parent.parent
 

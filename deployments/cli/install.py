@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from flows.cli.common import Debug, one_line_errors
-from tasks.runtime.prefect_server import PREFECT_HOME, prefect_server
 from rollout_core.base.errors import ConfigError
+from tasks.runtime.prefect_server import PREFECT_HOME, prefect_server
 
 WEBHOOK_VARIABLE = "ROLLOUT_WEBHOOK_URL"
 

@@ -10,8 +10,8 @@ import typer
 
 from deployments import probes
 from flows.cli.common import Debug, one_line_errors
-from tasks.runtime.prefect_server import PREFECT_HOME
 from rollout_core.base.errors import ConfigError
+from tasks.runtime.prefect_server import PREFECT_HOME
 
 
 def metrics(

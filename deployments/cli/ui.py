@@ -9,8 +9,8 @@ import typer
 
 from deployments.ui.server import serve_ui
 from flows.cli.common import Debug, one_line_errors
-from tasks.runtime.prefect_server import storage_and_database
 from rollout_core.base.errors import ConfigError
+from tasks.runtime.prefect_server import storage_and_database
 
 
 def ui(

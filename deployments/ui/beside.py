@@ -11,9 +11,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.ui.door import LOGIN, STATIC, guarded, page_path
-from tasks.runtime.prefect_server import connections
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.store import LightningStore
+from tasks.runtime.prefect_server import connections
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from flows.cli.common import Debug, one_line_errors
-from tasks.runtime.prefect_server import connections
 from rollout_core.agents.adapters.drawing import trace_lines
 from rollout_core.agents.adapters.ended import made_of
 from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.connections import Connections, plain_connections
+from tasks.runtime.prefect_server import connections
 
 
 def trace(

@@ -10,8 +10,8 @@ import typer
 
 from flows.cli.common import ConfigPath, Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
 from flows.cli.starting import load_run, look_ahead, run_flow
-from tasks.runtime.prefect_server import connections
 from rollout_core.config import CONFIG_KINDS
+from tasks.runtime.prefect_server import connections
 
 _FLOWS = {
     "train-agent": "flows.agent:train_agent",

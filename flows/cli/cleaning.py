@@ -12,7 +12,6 @@ import typer
 
 from flows.cli.common import EXIT_FAILED, Debug, Overrides, one_line_errors, parse_overrides
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store, storage_and_database
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import size_text
@@ -21,6 +20,7 @@ from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import clean, named_by_database
 from rollout_core.housekeeping.usage import measure
 from rollout_core.objects import ObjectStore
+from tasks.runtime.prefect_server import object_store, storage_and_database
 
 
 def storage_gc(

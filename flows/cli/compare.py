@@ -12,11 +12,11 @@ from rich.table import Table
 from flows.cli.common import AsJson, Debug, one_line_errors
 from flows.cli.results import RunName, add_row, as_json_text, print_curves, print_table, shortened
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.errors import NotFound
 from rollout_core.runs.figures import curves_of
 from rollout_core.runs.records import RunRecords, differences
 from rollout_core.runs.samples import HeldOut, compare_held_out
+from tasks.runtime.prefect_server import object_store
 
 
 def compare(

@@ -10,11 +10,11 @@ import typer
 
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store, storage_and_database
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.locks import scratch_folder
 from rollout_core.promotion.history import served_model
 from rollout_core.store import SqlLightningStore
+from tasks.runtime.prefect_server import object_store, storage_and_database
 
 
 def export(

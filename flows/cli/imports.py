@@ -11,7 +11,6 @@ import typer
 
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import size_text
@@ -20,6 +19,7 @@ from rollout_core.models.gguf_header import ENDING
 from rollout_core.models.gguf_reading import DEFAULT_TYPE, WeightType
 from rollout_core.models.locating import import_gguf, import_model as file_model
 from rollout_core.objects import ObjectStore
+from tasks.runtime.prefect_server import object_store
 
 
 def import_model(

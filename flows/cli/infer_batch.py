@@ -12,8 +12,8 @@ from rich.table import Table
 
 from flows.cli.common import ConfigPath, Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
 from flows.cli.starting import load_run, look_ahead, run_flow
-from tasks.runtime.prefect_server import connections
 from rollout_core.config import InferBatchConfig
+from tasks.runtime.prefect_server import connections
 
 
 def infer_batch(
@@ -37,7 +37,7 @@ def infer_batch(
         parsed = load_run(config, InferBatchConfig, overrides, options)
         from rollout_core.plans.batch_plan import plan_batch  # while another process imports torch for a dry run
 
-        facts = plan_batch(parsed, Path.cwd(), resume, connections(), thorough=dry_run)
+        facts = plan_batch(parsed, Path.cwd(), connections(), run_id=resume, thorough=dry_run)
         if dry_run:
             print_plan(facts)
             return

@@ -12,7 +12,6 @@ import typer
 
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
@@ -20,6 +19,7 @@ from rollout_core.objects.addresses import complete_input_id, complete_lineage_i
 from rollout_core.objects.imports import Imported, ids_at, imports_behind
 from rollout_core.objects.lineage import Lineage, trace_descendants, trace_lineage
 from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
+from tasks.runtime.prefect_server import object_store
 
 if TYPE_CHECKING:
     from rollout_core.data.sample_lineage import Sighting

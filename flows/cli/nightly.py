@@ -21,8 +21,8 @@ from flows.cli.common import (
     print_plan,
 )
 from flows.cli.starting import load_run, look_ahead, run_flow
-from tasks.runtime.prefect_server import connections
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
+from tasks.runtime.prefect_server import connections
 
 
 def nightly(

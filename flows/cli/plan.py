@@ -12,12 +12,12 @@ from rich.table import Table
 from flows.cli.common import AsJson, ConfigPath, Debug, Overrides, one_line_errors, parse_overrides, print_facts
 from flows.cli.results import duration, print_table
 from flows.cli.starting import load_run
-from tasks.runtime.prefect_server import storage_and_database
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides
 from rollout_core.config.base import read_toml
 from rollout_core.config.cloud import take_cloud
 from rollout_core.config.kinds import kind_of
+from tasks.runtime.prefect_server import storage_and_database
 
 if TYPE_CHECKING:
     from tasks.runtime.planning import RunPlan, StagePlan

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.common import Debug, one_line_errors
-from tasks.runtime.prefect_server import storage_and_database
 from rollout_core.config import PromotionConfig, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.promotion.history import (
@@ -26,6 +25,7 @@ from rollout_core.promotion.history import (
 )
 from rollout_core.runs.decisions import note_decision
 from rollout_core.store import LightningStore, SqlLightningStore
+from tasks.runtime.prefect_server import storage_and_database
 
 Reason = Annotated[str, typer.Option("--reason", help="For the history.")]
 ResourceName = Annotated[str, typer.Argument(metavar="RESOURCE", help="Name of the model among the resources.")]

@@ -11,13 +11,13 @@ import typer
 from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
 from flows.cli.starting import run_flow
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.determinism import hold_numerics
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_lineage_id
 from rollout_core.objects.lineage import trace_lineage
+from tasks.runtime.prefect_server import object_store
 
 
 def reproduce(

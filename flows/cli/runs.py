@@ -12,7 +12,6 @@ from rich.table import Table
 from flows.cli.common import AsJson, Debug, one_line_errors
 from flows.cli.results import add_row, duration, print_table
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.errors import ConfigError
 from rollout_core.runs.records import (
     SHOWN_STATES,
@@ -24,6 +23,7 @@ from rollout_core.runs.records import (
     state_in_words,
     work_in_words,
 )
+from tasks.runtime.prefect_server import object_store
 
 
 def runs(

@@ -12,10 +12,10 @@ import typer
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.results import RunName, shortened, visible
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.runs.browsing import SampleBrowser, SampleView, Search, find_list, sample_lists
 from rollout_core.runs.records import RunRecords
 from rollout_core.runs.tokens import TokenTexts
+from tasks.runtime.prefect_server import object_store
 
 _SAMPLES = 20
 

@@ -10,7 +10,6 @@ from rich.table import Table
 from flows.cli.common import AsJson, Debug, one_line_errors
 from flows.cli.results import RunName, add_row, as_json_text, duration, print_curves, print_table, visible
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.runs.figures import curves_of
 from rollout_core.runs.records import (
     RunDetail,
@@ -23,6 +22,7 @@ from rollout_core.runs.records import (
     state_in_words,
     work_in_words,
 )
+from tasks.runtime.prefect_server import object_store
 
 
 def show(run: RunName = "latest", storage: StoragePath = None, as_json: AsJson = False, debug: Debug = False) -> None:

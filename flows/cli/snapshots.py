@@ -11,11 +11,11 @@ import typer
 
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import ShortId, StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects.addresses import complete_snapshot_id
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from rollout_core.objects.trees import file_beside
+from tasks.runtime.prefect_server import object_store
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only this run's.")]
 Kind = Annotated[str | None, typer.Option("--kind", help="train_state, buffer, process or episodic_memory.")]

@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasks.runtime.prefect_server import PREFECT_HOME, connections, prefect_server
 from rollout_core.base.determinism import hold_numerics
 from rollout_core.base.stopping import watching
 from rollout_core.config import Run
@@ -16,6 +15,7 @@ from rollout_core.config.base import apply_overrides, parse_config, read_toml
 from rollout_core.config.cloud import take_cloud
 from rollout_core.models.bounded.inspecting import prepare
 from rollout_core.objects.addresses import with_whole_ids
+from tasks.runtime.prefect_server import PREFECT_HOME, connections, prefect_server
 
 RunT = TypeVar("RunT", bound=Run)
 

@@ -22,8 +22,8 @@ from flows.cli.common import (
     print_plan,
 )
 from flows.cli.starting import load_run, load_tables, look_ahead, run_flow
-from tasks.runtime.prefect_server import connections
 from rollout_core.config import CONFIG_KINDS
+from tasks.runtime.prefect_server import connections
 
 ON_POLICY = ("ppo", "grpo")
 

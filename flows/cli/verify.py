@@ -14,10 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
 from flows.cli.storage import StoragePath
-from tasks.runtime.prefect_server import object_store
 from rollout_core.base.processes import size_text
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.verification import Damage, Verification, add_checks, repair_store, verify_store
+from tasks.runtime.prefect_server import object_store
 
 LOG_SECONDS = 30.0
 SHOWN_HOLDERS = 4

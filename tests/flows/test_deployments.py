@@ -27,7 +27,6 @@ from prefect import get_client
 
 from deployments import pools
 from deployments.listed import unready_schedules
-from tasks.runtime.prefect_server import LOG
 from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.lineage import lineage_of

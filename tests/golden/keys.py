@@ -167,10 +167,10 @@ def _free_port() -> int:
 def calls_of(file: Path, changes: Mapping[str, Any]) -> list[str]:
     """A line for each call of a stage: name and version, label, and key, where results are cached; then whether a run
     may make more calls than these."""
-    from tasks.runtime.planning import plan_run
     from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
     from rollout_core.config.base import read_toml
     from rollout_core.config.kinds import kind_of
+    from tasks.runtime.planning import plan_run
 
     tables = read_toml(file)
     changes = {key: value for key, value in FEWER.items() if _has(tables, key)} | dict(changes)

@@ -298,6 +298,7 @@ def _commands() -> Iterator[str]:
 
 def _command(command: Any, name: str) -> Iterator[str]:
     yield name
+    command = getattr(command, "loaded", command)  # of one whose file is imported when it is called
     context = command.make_context(name, [], resilient_parsing=True)
     for parameter in command.get_params(context):
         if parameter.name == "help":
