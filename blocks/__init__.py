@@ -63,7 +63,7 @@ class ContentAddressedStorage(WritableFileSystem):
             raise ConfigError("storage_options of the storage block is not JSON") from error
 
     def _resolve_path(self, path: str) -> None:
-        """Asked by Prefect for a file path of a result; results here have none beside their key."""
+        """Asked by Prefect for a file path of a result; results here have none besides their key."""
 
     # Prefect reads and writes results through the plain names, passing _sync=True.
     def read_path(self, path: str, _sync: bool = True) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -145,7 +145,7 @@ def notifying(block: UUID, is_webhook: bool) -> list[AutomationCore]:
         is_webhook: whether it is a webhook, which receives JSON: text, flow, run, id, state, url.
     """
 
-    def told(subject: str) -> list[ActionTypes]:
+    def send(subject: str) -> list[ActionTypes]:
         if is_webhook:
             return [CallWebhook(block_document_id=block, payload=_PAYLOAD)]
         return [SendNotification(block_document_id=block, subject=subject, body=_TEXT + " {{ flow_run | ui_url }}")]
@@ -154,17 +154,17 @@ def notifying(block: UUID, is_webhook: bool) -> list[AutomationCore]:
         AutomationCore(
             name=f"{PREFIX}tell that a run failed",
             trigger=_when(["Failed", "TimedOut"]),
-            actions=told("A run failed"),
+            actions=send("A run failed"),
         ),
         AutomationCore(
             name=f"{PREFIX}tell that a run crashed for the last time",
             trigger=_when(["Crashed"], {"prefect.run-count": _LAST_TRIES}),
-            actions=told("A run crashed for the last time"),
+            actions=send("A run crashed for the last time"),
         ),
         AutomationCore(
             name=f"{PREFIX}tell that a run is late",
             trigger=_when(["Late"]),
-            actions=told("A run is late: is a worker there?"),
+            actions=send("A run is late: is a worker there?"),
         ),
     ]
 

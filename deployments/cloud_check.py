@@ -20,10 +20,10 @@ def cloud_doctor(provider: Provider | None = None) -> dict[str, Any]:
     Fails where a check does, with what to do about it. Without ``provider`` it is that of the settings.
     """
     report = examined(provider, None)
-    told = text(report, coloured=False)
-    for line in told.splitlines():
+    shown = text(report, coloured=False)
+    for line in shown.splitlines():
         stage_logger().info("%s", line)
-    create_markdown_artifact(f"```\n{told}\n```", key="cloud-doctor", description="rollout cloud doctor")
+    create_markdown_artifact(f"```\n{shown}\n```", key="cloud-doctor", description="rollout cloud doctor")
     failed = [check for check in report.checks if check.status == "fail"]
     if failed:
         raise Fatal("\n".join(f"{check.name}: {check.error}; {check.remedy}" for check in failed))

@@ -131,20 +131,20 @@ def examined(provider: Provider | None, config: Path | None) -> Report:
 def examine(patient: Patient) -> Report:
     """All checks; those that need what failed before them are not tried, and say so."""
     first: dict[str, Callable[[Patient], str]] = {"reachability": _reachability, "auth": _auth}
-    beside = {"object_store": _object_store, "queue": _queue, "secret_store": _secrets, "compute_hint": _machine}
+    independent = {"object_store": _object_store, "queue": _queue, "secret_store": _secrets, "compute_hint": _machine}
     done: dict[str, Check] = {}
     broken: str | None = None
     for name, check in first.items():
         done[name] = _untried(name, broken) if broken else _timed(name, check, patient)
         broken = broken or (name if done[name].status == "fail" else None)
-    with ThreadPoolExecutor(len(beside)) as pool:
+    with ThreadPoolExecutor(len(independent)) as pool:
         needs_storage = {"object_store"}
         running = {
             name: pool.submit(_timed, name, check, patient)
-            for name, check in beside.items()
+            for name, check in independent.items()
             if not (broken and name in needs_storage)
         }
-        for name in beside:
+        for name in independent:
             done[name] = running[name].result() if name in running else _untried(name, cast(str, broken))
     broken = broken or ("object_store" if done["object_store"].status == "fail" else None)
     last = NAMES[-1]
@@ -257,7 +257,7 @@ def _aws_identity(patient: Patient) -> str:
         client = get_session().create_client("sts", config=patience, endpoint_url=options.get("endpoint_url"), **given)
         return f"as {client.get_caller_identity()['Arn']}"
     except (BotoCoreError, ClientError, KeyError):
-        return "the bucket lets these credentials in; who they are is not told"
+        return "the bucket lets these credentials in; who they are is not known"
 
 
 def _auth_gcp(patient: Patient) -> str:
@@ -325,11 +325,11 @@ def _queue(_: Patient) -> str:
     """The store is the queue, and a cloud's may feed it; both are asked, and nothing is put into them."""
     found = look_at_database()
     waiting = "not made yet" if found.rollouts is None else f"{found.rollouts.get('queuing', 0):,} rollouts wait"
-    told = f"{found.address}: {waiting}"
+    detail = f"{found.address}: {waiting}"
     if not os.environ.get(QUEUE):
-        return told
+        return detail
     try:
-        return f"{told}; {asyncio.run(look_at_queue(queue_settings()))}"
+        return f"{detail}; {asyncio.run(look_at_queue(queue_settings()))}"
     except ConfigError as error:
         raise Failed(str(error), "mend that, or take the queue out of the settings (ROLLOUT_QUEUE)") from None
 
@@ -421,8 +421,8 @@ def text(report: Report, *, coloured: bool) -> str:
     lines = []
     for check in report.checks:
         mark = f"{green}✓{plain}" if check.status == "pass" else f"{red}✗{plain}"
-        told = check.detail if check.status == "pass" else f"{red}{check.error}{plain}"
-        lines.append(f"{mark} {check.name:<22}{check.latency_ms:>6} ms  {told}")
+        detail = check.detail if check.status == "pass" else f"{red}{check.error}{plain}"
+        lines.append(f"{mark} {check.name:<22}{check.latency_ms:>6} ms  {detail}")
         if check.remedy:
             lines.append(f"  -> {check.remedy}")
     passed = sum(check.status == "pass" for check in report.checks)

@@ -4,7 +4,7 @@ back.
 ``python -m deployments.container``, the command of the templates for Kubernetes and Docker, which send SIGTERM to the
 first process alone. That of Prefect, ``prefect flow-run execute``, dies of it, or on Kubernetes has the run tried again
 and ends without waiting for it: either way nothing is kept. It is started from here, and only the run's own process is
-told. A run that had not begun, or did not end in time, is handed back from here.
+signalled. A run that had not begun, or did not end in time, is handed back from here.
 """
 
 from __future__ import annotations

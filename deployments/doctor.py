@@ -1,6 +1,6 @@
 """`rollout ops doctor`: whether what scheduled runs count on is set up as it should be, and what to do where it is not.
 
-It starts and changes nothing. What happens now is told by `rollout ops status`.
+It starts and changes nothing. `rollout ops status` reports what happens now.
 """
 
 from __future__ import annotations
@@ -276,15 +276,15 @@ def _automations(is_scheduled: bool) -> Iterator[Check]:
         there = present(client)
         installed = silence(there)
         silent_seconds = installed or SILENT_SECONDS
-        told = telling(there)
-        wanted = healing(silent_seconds) + ([] if told is None else notifying(*told))
+        notified = telling(there)
+        wanted = healing(silent_seconds) + ([] if notified is None else notifying(*notified))
         found = changes(client, wanted, keeps_notifications=True)
     yield _installed(found, silent_seconds, is_scheduled)
-    if told is None:
+    if notified is None:
         yield Check(
             name="notifications",
             level=Level.WARN,
-            got="nobody is told of failed and late runs",
+            got="nobody gets alerts of failed and late runs",
             expected="a webhook or a notification block",
             advice="rollout ops install --webhook URL, or --notify SLUG/NAME",
         )
@@ -334,7 +334,7 @@ def _server_database(status: Status) -> Check:
     url = "" if setting is None else setting.get_secret_value()
     # A server elsewhere does not tell; that of a folder has the settings of those who use it.
     is_sqlite = status.server.source != "PREFECT_API_URL" and url.startswith("sqlite")
-    kind = "SQLite" if is_sqlite else "not told by the server"
+    kind = "SQLite" if is_sqlite else "not known: the server does not say"
     return Check(
         name="server's database",
         level=Level.INFO if online > 1 else Level.OK,

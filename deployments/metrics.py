@@ -253,7 +253,7 @@ class Followed:
         self._rest = b""
 
     def lines(self) -> Iterator[bytes]:
-        """Those that came since the last time. Raises OSError where the file cannot be read now; the next time goes on
+        """Those that came since the last time. Raises OSError where the file cannot be read now; the next continues
         from there."""
         try:
             found = self._path.open("rb")

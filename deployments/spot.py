@@ -92,17 +92,17 @@ class AWSMetadata(Metadata):
         text = self._read("spot/instance-action")
         if text is None:
             return None
-        told = json.loads(text)
-        at = datetime.fromisoformat(str(told["time"]).replace("Z", "+00:00"))
+        action = json.loads(text)
+        at = datetime.fromisoformat(str(action["time"]).replace("Z", "+00:00"))
         left = (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
         # A clock may be wrong. What it makes of the time is no longer than AWS gives, nor too short for a snapshot.
         left = min(max(left, LEAST_SECONDS), LEAD_SECONDS["aws"])
-        return Notice(f"AWS will {told['action']} this machine at {at:%H:%M:%S} UTC", left)
+        return Notice(f"AWS will {action['action']} this machine at {at:%H:%M:%S} UTC", left)
 
     def advice(self) -> str | None:
         if self._read("events/recommendations/rebalance") is None:
             return None
-        return "AWS says that this spot machine is at elevated risk of being taken back; work goes on until it is told"
+        return "AWS says that this spot machine is at elevated risk of being taken back; work continues until notice"
 
     def machine_type(self) -> str | None:
         return (self._read("instance-type") or "").strip() or None
@@ -137,7 +137,7 @@ class GCEMetadata(Metadata):
     def notice(self, *, wait: bool) -> Notice | None:
         url, timeout = f"{self._instance}/preempted", REQUEST_SECONDS
         if wait:
-            # What has changed since the last answer is told at once.
+            # What has changed since the last answer is action at once.
             url += f"?wait_for_change=true&timeout_sec={CHANGE_SECONDS}&last_etag={self._etag}"
             timeout += CHANGE_SECONDS
         text, headers = _ask(url, {"Metadata-Flavor": "Google"}, timeout=timeout)

@@ -3,7 +3,7 @@
 What a dead worker leaves behind is ended and handed back: its runs are tried again under their ids by the next worker,
 and go on with what they have stored.
 
-When this process is told to stop, or the cloud is about to take the machine back, the worker drains: it takes no run
+When this process is asked to stop, or the cloud is about to take the machine back, the worker drains: it takes no run
 more, its runs keep what they have and are handed back, all within the time that is left.
 """
 
@@ -47,7 +47,7 @@ STEADY_SECONDS = 120.0
 MAX_TRIES = 3
 """How often a run is started, in all, before it is left Crashed for a person."""
 GRACE_SECONDS = 15.0
-"""For a run that is asked to end, beside the time that it takes for its last snapshot."""
+"""For a run that is asked to end, besides the time that it takes for its last snapshot."""
 RESERVE_SECONDS = 5.0
 """Of the time to drain, for handing back what has not ended by then; at most a third of it."""
 HEALTH_SECONDS = 2.0

@@ -62,7 +62,7 @@ class DrainingWorker(ProcessWorker):
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        # Beside Prefect's own of the same type, which Prefect looks up by this name.
+        # Next to Prefect's own of the same type, which Prefect looks up by this name.
         return "rollout-process"
 
     def __init__(self, **options: Any) -> None:
@@ -82,21 +82,21 @@ class DrainingWorker(ProcessWorker):
         assert this is not None, "asyncio.run makes one"
         ending: list[asyncio.Task[None]] = []
 
-        def told() -> None:
+        def on_signal() -> None:
             if not ending:
                 ending.append(loop.create_task(self._drain(this)))
             else:
                 _signal(runs_of(psutil.Process().children()).values(), signal.SIGKILL)
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told)
+            loop.add_signal_handler(number, on_signal)
         with suppress(asyncio.CancelledError):
             await self.start()
 
     async def _drain(self, work: asyncio.Task[Any]) -> None:
         """Have all runs stop, also one that was taken at this moment, and then end the work."""
         self._is_draining = True
-        self._logger.info("the worker takes no run more; runs that are told to stop: %d", self._in_hand)
+        self._logger.info("the worker is draining; runs asked to stop: %d", self._in_hand)
         asked: set[str] = set()
         while self._in_hand or self._submitting_flow_run_ids:
             runs = runs_of(psutil.Process().children())
@@ -246,7 +246,7 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A Prefect worker that hands its runs back when it is told to end.")
+    parser = argparse.ArgumentParser(description="A Prefect worker that hands its runs back when it is asked to end.")
     parser.add_argument("--pool", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--limit", type=int)

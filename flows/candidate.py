@@ -127,7 +127,7 @@ def _wait_for(form: type[Decision], limit: timedelta) -> Decision:
     for place in range(_MOST_PLACES):
         with suppress(ValidationError):
             return suspend_flow_run(wait_for_input=form, timeout=int(limit.total_seconds()), key=f"decision-{place}")
-        # It goes on here without an answer, as it was taken for lost and started again: it waits at another place.
+        # It continues here without an answer, as it was taken for lost and started again: it waits at another place.
     raise RolloutError("this run was started again too often while it waited; `rollout promote ID` needs no run")
 
 

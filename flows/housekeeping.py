@@ -26,7 +26,7 @@ OLD_LOG_SECONDS = 30 * 86400.0
 def housekeeping(rules: Retention = Retention(), dry_run: bool = False) -> dict[str, Any]:  # noqa: B008
     """Give up training states, results and promoted models that ``rules`` do not keep, and delete what nothing needs.
 
-    Safe beside running flows. A ``dry_run`` only says what would go. Returns the figures.
+    Safe while flows run. A ``dry_run`` only says what would go. Returns the figures.
     """
     cleaned = retry(lambda: _clean(rules, dry_run))
     for line in cleaned.lines:

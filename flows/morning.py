@@ -36,7 +36,7 @@ _MARKS = re.compile(r"\*\*|\\(?=[^\w\s])|^- ", re.MULTILINE)
 async def morning_check(
     deployment: str = "nightly/nightly", webhook: str | None = None, hours: float = 12.0
 ) -> dict[str, Any]:
-    """Say, once, what became of the runs of a deployment that were due in the last hours.
+    """Report once on the runs of a deployment that were due in the last hours.
 
     ``deployment`` is FLOW/DEPLOYMENT. ``webhook`` names a webhook block of the Prefect server, such as
     ``rollout-notifications``, which `rollout ops install --webhook URL` saves; without one the message is only logged
@@ -53,7 +53,7 @@ async def morning_check(
     if block is not None:
         answer = await block.call(message)
         if answer.status_code >= 400:
-            raise RolloutError(f"the webhook {webhook!r} answered {answer.status_code}; the message was not told")
+            raise RolloutError(f"the webhook {webhook!r} answered {answer.status_code}; the message was not delivered")
     return message
 
 
@@ -105,7 +105,7 @@ def _outcome(run: FlowRun) -> str:
     if state is None or state.is_scheduled() or state.is_pending():
         return f"the last run, due at {run.expected_start_time:%H:%M} UTC, has not started; is a worker there?"
     if state.is_running():
-        return "the last run still goes on"
+        return "the last run is still running"
     return f"the last run is {state.name} after {timedelta(seconds=round(run.total_run_time.total_seconds()))}"
 
 

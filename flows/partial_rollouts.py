@@ -41,7 +41,7 @@ class Carrying:
                 own = label if not part else f"{label}, part {part + 1}"
                 sampling = self._settings.part_sampling
                 fresh = continue_samples(self._carried, model, sampling, fresh=fresh, label=own)
-            assert fresh is not None, "there are prompts, or something that goes on"
+            assert fresh is not None, "there are prompts, or something that continues"
             joined = join_completions(
                 draw(fresh, own),
                 self._settings.sampling,
@@ -65,16 +65,16 @@ class Carrying:
         if self._num_groups:
             stage_logger().info(
                 "%d groups of completions are not whole at the end of the last iteration, and teach nothing; a run "
-                "with more iterations goes on with them",
+                "with more iterations continues them",
                 self._num_groups,
             )
 
 
 def taken_up(objects: ObjectStore, train_state: ContentId, settings: OnPolicySettings, prompts: ContentId) -> Carried:
-    """What a run of ``settings`` that goes on from ``train_state`` carries on; raises as `carried_behind`.
+    """What a run of ``settings`` that resumes from ``train_state`` carries over; raises as `carried_behind`.
 
     Two runs whose prompts differ may come to one state, as long as no group of those that do was whole. What the later
-    one carried over is then all that is known, so that prompts which are not this run's are told.
+    one carried over is then all that is known, so that prompts which are not this run's are logged.
     """
     carried = carried_behind(objects, train_state, group_size=settings.group_size)
     if carried.partials is not None and not is_stand_in(prompts):

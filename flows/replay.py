@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Replaying:
     """What ``settings.replay`` adds to each iteration; nothing where there is no such table.
 
-    A run that goes on after ``num_done`` iterations takes up the buffer with which the last of them, that left
+    A run that resumes after ``num_done`` iterations takes up the buffer with which the last of them, that left
     ``train_state``, was trained.
     """
 

@@ -1,4 +1,4 @@
-"""The stages of agents: tasks become rollouts of the store, runners work on them, and what became of them is filed."""
+"""The stages of agents: tasks become rollouts of the store, runners work on them, and their outcomes are filed."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def template_of(objects: ObjectStore, prompt: AgentPrompt) -> PromptTemplate:
 
 @stage(version=1, cached=False)
 def look_up_rollouts(rollout_ids: Sequence[str], model: ContentId, *, label: str = "") -> AgentRollouts:
-    """What became of stored rollouts, whoever ran them."""
+    """The outcome of stored rollouts, whoever ran them."""
 
     async def look() -> AgentRollouts:
         async with connections.open_store() as store:

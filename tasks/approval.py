@@ -36,7 +36,7 @@ class Asked(Record):
     flow_run: str | None
     """None: the server has no deployment that asks."""
     line: str
-    """For people: what became of the question."""
+    """For people: the outcome of the question."""
 
 
 class Decided(Record):
@@ -100,11 +100,11 @@ def _ask(found: Candidate, candidate: ContentId, config: PromotionConfig) -> Flo
     except ObjectNotFound:
         return None
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        raise Recoverable(f"the Prefect server could not be told of the candidate {found.model}: {error}") from error
+        raise Recoverable(f"the Prefect server did not take the candidate {found.model}: {error}") from error
 
 
 def _standing(run: FlowRun) -> str:
-    """What became of a question that may have been asked before."""
+    """The outcome of a question that may have been asked before."""
     where = url_for(run) or f"flow run {run.id}"
     name = "" if run.state is None else run.state.name
     if name == REJECTED:
@@ -139,8 +139,8 @@ def decide(
         )
     else:
         done = run_async(_promote(found, said, even_if_latest_has_changed))
-    told = done.reason if done.promoted else f"{found.reason}; {done.reason}"
-    note_decision(objects, found.model, told, promoted=done.promoted)
+    reason = done.reason if done.promoted else f"{found.reason}; {done.reason}"
+    note_decision(objects, found.model, reason, promoted=done.promoted)
     if done.promoted:
         events.emit(events.Promoted(resource=found.resource, model=found.model, reason=done.reason))
     stage_logger().info("%s", done.reason)

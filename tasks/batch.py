@@ -221,7 +221,7 @@ def write_completions(shards: list[ShardCompletions], config: InferBatchConfig, 
 
 
 def _ended(storage: ObjectStore, shard: ShardCompletions) -> list[float]:
-    """When each of a shard's samples was finished: from the note beside it, or else from the store."""
+    """When each of a shard's samples was finished: from the note next to it, or else from the store."""
     noted = storage.cached_bytes(finished_ref(shard.completions))
     if noted is not None:
         return orjson.loads(noted)

@@ -170,7 +170,7 @@ def load_ahead(model: ContentId) -> None:
 
 
 def generator_id(backend: BackendConfig) -> str:
-    """What answers beside the model: software, dtype and device, as far as they decide what is generated."""
+    """What answers besides the model: software, dtype and device, as far as they decide what is generated."""
     return content_id("generator/1", identity(backend)).short
 
 

@@ -159,7 +159,7 @@ def _show_data(job: UpdateJob, report: DataReport) -> None:
     template = written_in_words(job.inputs["model"], current_stage().objects)
     figures |= {} if template is None else {"chat template": template}
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
-    artifacts.table(f"{kind}-data", rows, "What became of the training rows")
+    artifacts.table(f"{kind}-data", rows, "Training rows by outcome")
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
 
 
@@ -224,7 +224,7 @@ def _learn_on_policy(job: UpdateJob) -> Checkpoint:
     try:
         _check_named(title, checkpoint)
     except Fatal:
-        run.objects.delete_ref(progress_ref(run.key))  # the next try, elsewhere, goes on from nothing that is wrong
+        run.objects.delete_ref(progress_ref(run.key))  # the next try, elsewhere, resumes from nothing that is wrong
         raise
     rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
     artifacts.table(job.update, rows, title)
@@ -270,7 +270,7 @@ def _update_context(
     def on_start(first: int, last: int) -> None:
         nonlocal last_step
         last_step = last
-        told.start(first, last)
+        emitted.start(first, last)
         if first:
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
@@ -280,7 +280,7 @@ def _update_context(
     def on_step(row: dict[str, float]) -> None:
         bar.show(int(row["step"]), last_step, step_figures(row))
         lines.note(row, last_step)
-        told.step(row)
+        emitted.step(row)
 
     with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title, is_logged=True) as bar:
         yield UpdateContext(
@@ -302,7 +302,7 @@ def _update_context(
             on_step=on_step,
             on_start=on_start,
         )
-    told.end()
+    emitted.end()
 
 
 def _show(checkpoint: Checkpoint, made_from: Mapping[str, ContentId | None], title: str) -> None:

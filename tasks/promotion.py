@@ -130,7 +130,7 @@ def promote(
 ) -> Promotion:
     """Make the new checkpoint the store's latest resources, if the evidence that it is better than ``before`` and
     ``latest`` is what ``config`` asks for, and ``instead_of`` is still served. ``guarded``: the evaluations that guards
-    look at beside these; ``divergences``: from each of the two, where a guard asks for it; ``backend``: what drew the
+    look at besides these; ``divergences``: from each of the two, where a guard asks for it; ``backend``: what drew the
     completions, for the evidence to say in which precision."""
     objects = current_stage().objects
     rivals: dict[Moment, Evaluated] = {"before": before}

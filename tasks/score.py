@@ -59,7 +59,7 @@ def score_rewards(
 ) -> Scores:
     """Score every completion. ``reward_source`` is the content of the reward's code, and no other code is run.
 
-    With ``by_part`` the parts of a weighted sum are filed beside it.
+    With ``by_part`` the parts of a weighted sum are filed with it.
     """
     objects = current_stage().objects
     shared = current_stage().key if shared_with() is not None else None

@@ -469,7 +469,7 @@ def test_columns_are_renamed_in_every_form_and_unknown_ones_are_refused(tmp_path
             assert message == f"columns: the rows have no '{unknown}'; they have 'question', 'solution', 'other'", name
     both = FilesDataset(path="x.jsonl", columns={"prompt": "question", "other": "solution"})
     assert refusal(both, tmp_path, PromptRow) == (
-        "x.jsonl:1: has 'other' beside 'solution', which columns calls so; rename or remove one"
+        "x.jsonl:1: has 'other' and 'solution', which columns also calls so; rename or remove one"
     )
     swapped = rows_of(tmp_path, "x.parquet", columns={"prompt": "question", "solution": "other", "other": "solution"})
     assert swapped[0].extras == {"solution": "x", "other": 1}

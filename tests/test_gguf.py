@@ -200,7 +200,7 @@ def test_parts_of_a_file_are_read_together(tmp_path: Path, objects: ObjectStore)
     write_model(tmp_path / "whole.gguf", "qwen3", model)
     assert found == {import_model(ModelSource(uri="whole.gguf"), objects, tmp_path)}
     parts[1].unlink()
-    with pytest.raises(ConfigError, match=r"is one of 3 parts, and tiny-00002-of-00003\.gguf is not beside it"):
+    with pytest.raises(ConfigError, match=r"is one of 3 parts, and tiny-00002-of-00003\.gguf is not there"):
         read_header(parts[0])
 
 

@@ -84,7 +84,7 @@ def test_what_is_given_up_is_deleted_at_once_and_its_result_counts(objects: Obje
     assert (has(objects, first), has(objects, second)) == ((False, False), (True, True))
     assert is_whole(first, objects) and is_whole(second, objects)
     assert verify_store(objects).damage == [] and free(objects) == 0
-    with pytest.raises(NotFound, match=r"given|let go by its run, .*run.keep_states.*rollout reproduce"):
+    with pytest.raises(NotFound, match=r"given|pruned by its run, .*run.keep_states.*rollout reproduce"):
         SnapshotStore(objects).get(first.train_state)
     with pytest.raises(ConfigError, match=r"given up for a later one \(run.keep_states\); make it again by"):
         check_stored(first.model, objects)

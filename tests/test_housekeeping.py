@@ -144,7 +144,7 @@ def test_a_state_that_was_given_up_counts_for_its_result_until_somebody_needs_it
     clean(objects, NOW)
     snapshots, gone = SnapshotStore(objects), night.states[1].id
     assert snapshots.counts(gone) and not snapshots.is_present(gone)
-    with pytest.raises(NotFound, match=r"step 1 of ppo, run night.* let go by housekeeping"):
+    with pytest.raises(NotFound, match=r"step 1 of ppo, run night.* pruned by housekeeping"):
         snapshots.get(gone)
     with pytest.raises(MissingObject, match="the stage that made it has to run again") as error:
         snapshots.restore(gone, tmp_path / "restored")

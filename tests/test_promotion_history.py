@@ -266,7 +266,7 @@ def test_only_whole_models_are_promoted_by_id(place: Place):
     assert history.model_to_promote(place.objects, model[:8]) == model
     (place.folder / "data").mkdir()
     (place.folder / "data" / "rows.jsonl").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no model: its folder has no config.json with \*.safetensors"):
+    with pytest.raises(ConfigError, match=r"no model: its folder needs config.json and \*.safetensors"):
         history.model_to_promote(place.objects, place.objects.put_tree(place.folder / "data"))
     with pytest.raises(ConfigError, match="is no model but a file"):
         history.model_to_promote(place.objects, place.objects.put_bytes(b"text"))

@@ -271,7 +271,7 @@ def test_a_batch_is_printed_in_parts_and_whole_as_json(objects: ObjectStore, mon
 
     first = printed()
     assert first[0] == "batch: 100 samples, without rewards" and "     0  -  stop, 2 tokens" in first
-    assert len(first) == 1 + 3 * 20 + 1 and first[-1].startswith("more fit: --from 20 goes on")
+    assert len(first) == 1 + 3 * 20 + 1 and first[-1].startswith("more fit: --from 20 continues")
     assert printed("--from", "99")[1:] == ["    99  -  stop, 2 tokens", "        prompt 49", "        answer 49 1"]
     rows = [json.loads(line) for line in printed("--json")]
     assert [row["number"] for row in rows] == list(range(100))

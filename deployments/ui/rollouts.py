@@ -33,7 +33,7 @@ from rollout_core.store.types import RolloutStatus
 PAGE = 50
 """Rollouts on a page."""
 SEARCH_SECONDS = 0.08
-"""A search shows what it found until then, and goes on from there when it is asked to."""
+"""A search shows what it found until then, and continues from there when it is asked to."""
 REWARDS_AT_ONCE = 500
 LOOKED_AT = 5_000
 """Rollouts that are looked at between two looks at the clock."""
@@ -165,7 +165,7 @@ class RolloutPages:
         """Ids, the last first, and rewards of those that were scored; of a file that is gone nothing."""
         try:
             rewards = {} if file.scored is None else self._browser.rewards(file.scored)
-            return self._browser.ids(file.blob, file.key, beside=file.scored)[::-1], rewards
+            return self._browser.ids(file.blob, file.key, needed_with=file.scored)[::-1], rewards
         except RolloutError:
             return [], {}
 

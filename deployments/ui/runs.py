@@ -142,14 +142,14 @@ class RunPages:
         state = shown_state(head, runs_under_way(self._sources.objects))
         records, given = self._sources.records, request.query_params.getlist("with")
         others = [records.find(name) for name in list(dict.fromkeys(filter(None, given)))[: MOST_COMPARED - 1]]
-        beside = [other.id for other in others if other.id != head.id]
+        laid_over = [other.id for other in others if other.id != head.id]
         recent = records.heads(lambda other: other.flow == head.flow, limit=OFFERED)
         return self._pages.show(
             "run.html",
             request,
             head=head,
-            others=[other for other in others if other.id in beside],
-            offered=[other for other in recent if other.id not in (head.id, *beside)],
+            others=[other for other in others if other.id in laid_over],
+            offered=[other for other in recent if other.id not in (head.id, *laid_over)],
             most_beside=MOST_COMPARED - 1,
             detail=detail,
             state=state,

@@ -30,7 +30,7 @@ from rollout_core.runs.tokens import Token, TokenTexts
 PAGE = 50
 """Samples on a page."""
 SEARCH_SECONDS = 0.08
-"""A search shows what it found until then, and goes on from there when it is asked to."""
+"""A search shows what it found until then, and continues from there when it is asked to."""
 REASONS = ("stop", "length", "error")
 NEIGHBOURS = 64
 """Samples before and after one, among which the others of its prompt are looked for."""

@@ -38,7 +38,7 @@ def import_model(
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:
-    """Bring a model into the object store and print its content id; what was read is told on stderr.
+    """Bring a model into the object store and print its content id. What was read is reported on stderr.
 
     A GGUF file becomes a Hugging Face folder: its numbers dequantized, its tokenizer and chat template rebuilt.
     """

@@ -118,8 +118,8 @@ def _seen(item: Sighting) -> str:
     each = ["none" if reward is None else f"{reward:g}" for reward in item.rewards]
     rewards = f", rewards {' '.join(each)}" if each else ""
     named = item.checkpoint.short if item.checkpoint is not None else "none"
-    told = f"{saw}{rewards}" or "by what it was trained from"
-    return f"{named:13} {f'{item.stage} {item.label}'.strip():28} {told}{f'; {item.note}' if item.note else ''}"
+    known = f"{saw}{rewards}" or "by what it was trained from"
+    return f"{named:13} {f'{item.stage} {item.label}'.strip():28} {known}{f'; {item.note}' if item.note else ''}"
 
 
 def _meant(objects: ObjectStore, text: str, down: bool) -> ContentId:

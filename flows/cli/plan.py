@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from tasks.runtime.planning import RunPlan, StagePlan
 
 _MOST_KEYS = 4
-_STATES = {"cached": "cached", "continued": "goes on", "computed": "to compute", "checked": "looked at"}
+_STATES = {"cached": "cached", "continued": "resumes", "computed": "to compute", "checked": "checked"}
+_STATES_IN_JSON = {"cached": "cached", "continued": "goes on", "computed": "to compute", "checked": "looked at"}
+"""Keys that programs read, which stay as they were."""
 """By the state of a rehearsed call, the column of the table."""
 
 
@@ -89,20 +91,20 @@ def _estimates(found: RunPlan) -> dict[str, str]:
     lines = {
         "calls": ", ".join(f"{totals[state]} {name}" for state, name in _STATES.items() if totals[state]),
     }
-    goes_on = [call for call in found.calls if call.step is not None]
-    if goes_on:
-        lines["goes on"] = "; ".join(
-            f"{call.stage} {call.label}".rstrip() + f" at step {call.step}" for call in goes_on
+    resuming = [call for call in found.calls if call.step is not None]
+    if resuming:
+        lines["resumes"] = "; ".join(
+            f"{call.stage} {call.label}".rstrip() + f" at step {call.step}" for call in resuming
         )
     if found.is_open:
-        lines["time"] = "not known: stages follow that nobody knows yet"
+        lines["time"] = "not known: later stages are not known yet"
     elif not to_compute:
-        lines["time"] = "nothing is to be computed"
+        lines["time"] = "nothing to compute"
     elif len(untimed) == len([stage for stage in found.stages if stage.num_to_compute]):
         lines["time"] = "not known: no earlier run of this name, or of this model, computed these stages"
     else:
-        beside = f", beside {', '.join(untimed)}, which no earlier run computed" if untimed else ""
-        lines["time"] = f"about {duration(found.seconds)}{beside} (estimate, by {_sources(found)})"
+        without = f" without {', '.join(untimed)}, which no earlier run computed" if untimed else ""
+        lines["time"] = f"about {duration(found.seconds)}{without} (estimate, by {_sources(found)})"
     if found.price is None:
         lines["cost"] = "not known: set per_hour or per_gpu_hour in the table [cost]"
     elif found.seconds:
@@ -129,14 +131,19 @@ def _document(found: RunPlan) -> dict[str, Any]:
         "kind": found.kind,
         "facts": dict(found.facts),
         "calls": [
-            {"stage": call.stage, "label": call.label, "state": _STATES[call.state], "goes_on_at_step": call.step}
+            {
+                "stage": call.stage,
+                "label": call.label,
+                "state": _STATES_IN_JSON[call.state],
+                "goes_on_at_step": call.step,
+            }
             for call in found.calls
         ],
-        "counts": {name: totals[state] for state, name in _STATES.items()},
+        "counts": {name: totals[state] for state, name in _STATES_IN_JSON.items()},
         "stages": [
             {
                 "stage": stage.stage,
-                **{_STATES[state]: count for state, count in stage.counts.items()},
+                **{_STATES_IN_JSON[state]: count for state, count in stage.counts.items()},
                 "seconds_each": None if stage.time is None else stage.time.seconds,
                 "by_run": None if stage.time is None else stage.time.run.id,
                 "configuration_differs_in": None if stage.time is None else stage.time.differing,

@@ -33,12 +33,12 @@ ResourceName = Annotated[str, typer.Argument(metavar="RESOURCE", help="Name of t
 
 def promotions(
     resource: Annotated[
-        str | None, typer.Argument(metavar="RESOURCE", help="Default: all that have a history.")
+        str | None, typer.Argument(metavar="RESOURCE", help="Name of a resource; default: all that have a history.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print whole entries, with their evidence, as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print which models were the latest: when, by whom, why; the newest first. A star marks what is served now."""
+    """Print the history of the latest model: when, who and why, newest first. A star marks what is served now."""
     with one_line_errors(debug):
 
         async def look(objects: ObjectStore, store: LightningStore) -> dict[str, tuple[str | None, list[Entry]]]:

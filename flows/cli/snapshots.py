@@ -17,7 +17,7 @@ from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from rollout_core.objects.trees import file_beside
 from tasks.runtime.prefect_server import object_store
 
-RunId = Annotated[str | None, typer.Option("--run-id", help="Only this run's.")]
+RunId = Annotated[str | None, typer.Option("--run-id", help="Only snapshots of this run.")]
 Kind = Annotated[str | None, typer.Option("--kind", help="train_state, buffer, process or episodic_memory.")]
 
 
@@ -45,12 +45,14 @@ def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debu
 
 
 def snapshot_save(
-    folder: Annotated[Path, typer.Argument(help="What to save, as a whole.")],
-    run_id: Annotated[str, typer.Option("--run-id", help="Whose it is.")],
-    step: Annotated[int, typer.Option("--step", min=0, help="Optimizer steps behind it.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="Folder to save.")],
+    run_id: Annotated[str, typer.Option("--run-id", help="Run id.")],
+    step: Annotated[int, typer.Option("--step", min=0, help="Optimizer steps taken so far.")] = 0,
     kind: Annotated[str, typer.Option("--kind", help="train_state, buffer, process or episodic_memory.")] = "process",
-    algorithm: Annotated[str, typer.Option("--algorithm", help="Which can go on from it.")] = "none",
-    label: Annotated[str | None, typer.Option("--label", help="Keeps it from housekeeping.")] = None,
+    algorithm: Annotated[str, typer.Option("--algorithm", help="Algorithm that can resume from it.")] = "none",
+    label: Annotated[
+        str | None, typer.Option("--label", help="A label; housekeeping keeps labelled snapshots.")
+    ] = None,
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:
@@ -102,7 +104,7 @@ def snapshot_export(
 
 def snapshot_label(
     snapshot_id: ShortId,
-    label: Annotated[str, typer.Argument(help="A name for people; empty takes the label away.")],
+    label: Annotated[str, typer.Argument(help="The label; an empty one removes it.")],
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:
@@ -128,16 +130,21 @@ def snapshot_compare(first: ShortId, second: ShortId, storage: StoragePath = Non
 
 
 def snapshot_prune(
-    run_id: Annotated[str, typer.Option("--run-id", help="Whose snapshots are dropped.")],
-    keep_last: Annotated[int, typer.Option("--keep-last", min=0, help="The newest so many stay.")] = 3,
+    run_id: Annotated[str, typer.Option("--run-id", help="Run whose snapshots are pruned.")],
+    keep_last: Annotated[int, typer.Option("--keep-last", min=0, help="Keep this many of the newest.")] = 3,
     keep_labelled: Annotated[
-        bool, typer.Option("--keep-labelled/--drop-labelled", "--keep-labeled/--drop-labeled", help="With a label.")
+        bool,
+        typer.Option(
+            "--keep-labelled/--drop-labelled", "--keep-labeled/--drop-labeled", help="Whether labelled ones stay."
+        ),
     ] = True,
     max_age: Annotated[
-        float | None, typer.Option("--max-age", min=0, help="Those younger than so many days stay.")
+        float | None, typer.Option("--max-age", min=0, help="Keep those younger than this many days.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; change nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records of what went, as JSON.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; change nothing.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the records of the pruned snapshots, as JSON.")
+    ] = False,
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:

@@ -133,7 +133,7 @@ class DaskRunners:
 
     Args:
         address: of the scheduler.
-        order: what every process is told, but for the key.
+        order: what every process is given, but for the key.
         secret: NAME of the secret that holds the key, in each worker's environment.
         max_restarts: how often in a row processes may die while no task ends.
         num_ended: how many tasks have ended so far.

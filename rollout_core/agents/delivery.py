@@ -125,10 +125,10 @@ class SpanDelivery:
             else:
                 logger.error("A span of rollout %s is refused: %s", self._rollout_id, in_words(error))
                 self._refusal = self._refusal or error
-                told = self._told(batch[0], error)
-                await self._ask(lambda: self._store.add_many_spans([told]))
+                note = self._note_of_refusal(batch[0], error)
+                await self._ask(lambda: self._store.add_many_spans([note]))
 
-    def _told(self, span: Span, error: ConfigError) -> Span:
+    def _note_of_refusal(self, span: Span, error: ConfigError) -> Span:
         """What stands in place of a span that was refused."""
         attributes = {
             "exception.type": type(error).__name__,
@@ -152,7 +152,7 @@ async def retried(
     call: Callable[[], Awaitable[T]],
     patience_seconds: float,
     is_over: Callable[[], bool] = lambda: False,
-    whom: str = "The store",
+    name: str = "The store",
 ) -> T:
     """What ``call`` returns, which is repeated while the store is away, with growing pauses. Raises the last error when
     that takes longer than ``patience_seconds``, or ``is_over`` says so. Only for calls that may be made twice."""
@@ -166,6 +166,6 @@ async def retried(
                 raise
             # The kind alone: a message may show what was to be stored, such as a prompt.
             level = logging.WARNING if pause < _LONGEST_PAUSE else logging.DEBUG  # a few times, not for hours
-            logger.log(level, "%s is away (%s); asking again in %.1f s", whom, type(error).__name__, pause)
+            logger.log(level, "%s is away (%s); asking again in %.1f s", name, type(error).__name__, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,6 +1,6 @@
 """Execution strategies: where the algorithm and the runners run, how they share the store, and how all of it ends.
 
-A run ends when the algorithm returns: the runners are then told to stop. It fails when the algorithm fails, when a
+A run ends when the algorithm returns: the runners are then asked to stop. It fails when the algorithm fails, when a
 runner fails for good, when all runners have ended though work is left that only they would do, and when the process is
 interrupted; then whatever still runs is cancelled, and attempts that are cancelled are stored as failed.
 """
@@ -265,7 +265,7 @@ async def _learn(
     end_seconds: tuple[float, float],
     processes: RunnerProcesses | None = None,
 ) -> None:
-    """Run the algorithm beside the runners, in a thread of its own if ``is_aside``, until `supervise` has ended all."""
+    """Run the algorithm and the runners, in a thread of its own if ``is_aside``, until `supervise` has ended all."""
     watched, aside = WatchedStore(store), LoopThread("rollout-algorithm")
     work = algorithm(watched, event)
     learning = asyncio.ensure_future(aside.run(work) if is_aside else work)

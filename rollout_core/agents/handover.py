@@ -223,7 +223,7 @@ def _source_of_script() -> ast.Module | None:
 
 @functools.cache
 def _names_of_script() -> frozenset[str] | None:
-    """What the script binds at its top level outside of the part that is run only; None: that cannot be told."""
+    """What the script binds at its top level outside of the part that is run only; None: that cannot be known."""
     source = _source_of_script()
     if source is None:
         return None

@@ -40,7 +40,7 @@ _MAY_CHANGE = {"no finite reward", "unfinished"}
 
 
 class PastUpdate(BaseModel):
-    """What became of a batch."""
+    """The outcome of a batch."""
 
     number: int
     """From 0, over all batches of the run."""

@@ -72,13 +72,13 @@ _CHUNK = 5_000
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What GRPO, PPO and OnlineLearning have in common, beside the learner's settings.
+    """What GRPO, PPO and OnlineLearning have in common, in addition to the learner's settings.
 
     Raises ConfigError for a number that cannot be meant.
     """
 
     name: str
-    """Of the run. Started again under its name, with the same store and storage, it goes on where it was; take another
+    """Of the run. Started again under its name, with the same store and storage, it resumes where it was; take another
     name when the agent has changed."""
     seed: int = 0
     backend: EngineConfig = field(default_factory=VLLMBackend)

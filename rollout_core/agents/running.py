@@ -174,7 +174,7 @@ def _guarded(
 
 async def _give_up(work: asyncio.Future[Any], rollout: AttemptedRollout) -> None:
     if not isinstance(work, asyncio.Task):
-        _abandon(work, rollout)  # its thread goes on
+        _abandon(work, rollout)  # its thread continues
         return
     work.cancel()
     await asyncio.wait({work}, timeout=GRACE_SECONDS)

@@ -219,7 +219,7 @@ class AgentSession:
     ) -> None:
         """Have agents work on these rollouts with this model behind them, until all have finished; see `Fleet.run`.
 
-        They get it as the resource ``llm``, beside the ``resources`` given. Raises Recoverable when the engine has
+        They get it as the resource ``llm``, with the ``resources`` given. Raises Recoverable when the engine has
         failed too often: no more tasks are tried then.
         """
         await self._policy.load(model, sampling)

@@ -1,6 +1,6 @@
 """How a run ends: the algorithm has returned, something failed, a signal came, or nobody is left to work.
 
-Whatever still runs then is told to end, given time, and cancelled.
+Whatever still runs then is asked to end, given time, and cancelled.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ async def mark_dead_workers(store: LightningStore, timeout_seconds: float) -> No
                 if worker.last_heartbeat_time is not None and seen.get(worker.worker_id) == worker.last_heartbeat_time:
                     await mark_unresponsive(store, worker.worker_id)
             seen = {worker.worker_id: worker.last_heartbeat_time for worker in busy}
-        except Exception as error:  # noqa: BLE001 - any store's; the run goes on, and the next look tells
+        except Exception as error:  # noqa: BLE001 - any store's; the run continues, and the next look tells
             logger.warning("Cannot look after the workers: %s", in_words(error))
 
 
@@ -186,7 +186,7 @@ async def mark_dead_workers(store: LightningStore, timeout_seconds: float) -> No
 
 
 def run_main(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """``asyncio.run``, whose work is told of stop signals by an event, and has time to end by itself.
+    """``asyncio.run``, whose work learns of stop signals by an event, and has time to end by itself.
 
     A second signal ends the process at once. Where the calling thread has a running event loop, as in notebooks, the
     work gets a thread of its own.

@@ -212,7 +212,7 @@ class RunnerWork:
 
 @asynccontextmanager
 async def _running(proxy: LLMProxy | None, store: LightningStore) -> AsyncIterator[LLMProxy | None]:
-    """The proxy, which serves while the block runs; one that served before goes on doing so."""
+    """The proxy, which serves while the block runs; one that served before keeps serving."""
     if proxy is None:
         yield None
         return

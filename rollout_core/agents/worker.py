@@ -1,6 +1,6 @@
 """A process of runners: claims tasks of a run from its store over HTTP and has the agent work on them.
 
-Started by a `Fleet` on its own machine (``python -m rollout_core.agents.worker``, told what to do in a line of JSON on
+Started by a `Fleet` on its own machine (``python -m rollout_core.agents.worker``, whose task is a line of JSON on
 stdin), or by people on others (`rollout agent work`). What the agent prints goes to stderr.
 """
 
@@ -44,7 +44,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """What a worker process is told."""
+    """What a worker process is given."""
 
     url: str
     api_key: str | None

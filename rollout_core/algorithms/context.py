@@ -1,5 +1,5 @@
 """Where an update reads and writes, what identifies it, and who hears of its progress; and training states that are
-held on this machine: instead of being stored, or beside that until the next update has read them.
+held on this machine: instead of being stored, or in addition to that until the next update has read them.
 
 What a state's id names is the same either way, so results and whatever follows from them do not tell which it was. The
 object store has a note that it knows of the state and does not have it; who needs it when its holder is gone has it
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 STATE, ABOUT = "state", "about.json"
 STORED = "stored"
-"""Name of an empty file beside a held state that the object store has, too."""
+"""Name of an empty file next to a held state that the object store has, too."""
 Seen = tuple[tuple[str, FileMark], ...]
 """Files of a folder as they are."""
 _known_whole: set[tuple[ContentId, Seen]] = set()
@@ -56,7 +56,7 @@ class UpdateContext:
     start_from: ContentId | None = None
     """Snapshot to start from where the update has none of its own."""
     tracking: Path | None = None
-    """Folder of trackers; default: beside the cache."""
+    """Folder of trackers; default: next to the cache."""
     series: ContentId | None = None
     """Identity of the curve that trackers draw; default: the update's own."""
     base_model: ContentId | None = None
@@ -102,8 +102,8 @@ class UpdateContext:
 class HeldStates:
     """Those below one folder, which ends with the process that made it; other processes of the machine may use it.
 
-    Beside it this process may keep what has the tensors of one of them in memory. A state's files stay what it is: who
-    takes its tensors from memory has everything else from these.
+    This process may also keep what has the tensors of one of them in memory. A state's files stay what it is: who
+        takes its tensors from memory has everything else from these.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,7 +129,7 @@ class HeldStates:
     def hold(self, written: Path, objects: ObjectStore, **about: Any) -> Identified:
         """Take over a state that was ``written`` on the same file system, and note in ``objects`` that it has none.
 
-        ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id
+        ``about`` is what `SnapshotStore.save` needs to know of it, should it be stored after all. Returns its id
         and what its folder holds, which is at `place` now.
         """
         before = seen(written)

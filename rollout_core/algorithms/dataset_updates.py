@@ -3,7 +3,7 @@
 An interrupted update continues from its own last snapshot, which is found under the update's key; everything else it
 needs is a pure function of its inputs, so the outcome is the same bytes as without the interruption. Reference
 log-probabilities come from the object store or are computed before training starts; the reference is never in memory
-beside the policy, unless it is the policy without its adapters.
+together with the policy, unless it is the policy without its adapters.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def sft_update(
     teacher: ContentId | None = None,
     on_data: Callable[[DataReport], None] = lambda report: None,
 ) -> tuple[Checkpoint, DataReport]:
-    """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` is called with what became of them before training
+    """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` is called with their outcomes before training
     starts.
 
     The rows ``held_out`` are evaluated as ``settings.evaluation`` says; ``teacher`` is that of
@@ -211,7 +211,7 @@ def _read_rows(
     context: UpdateContext,
     on_data: Callable[[ReportT], None],
 ) -> tuple[ItemTable[ItemT], ItemTable[ItemT] | None, ReportT]:
-    """The items of both sets of rows, and what became of the rows to train on, which ``on_data`` gets first."""
+    """The items of both sets of rows, and the rows to train on by outcome, which ``on_data`` gets first."""
     curriculum = settings.curriculum
     if curriculum is not None and curriculum.key is not None:
         dataset = sorted_rows(context.objects, dataset, form.row, curriculum.key)

@@ -49,7 +49,7 @@ def mean_kl(
     """KL(model || reference) on completions of ``model``, both at ``temperature``; 1 where that is 0.
 
     ``prompts`` and ``completions`` are token ids; empty completions count for nothing. k1 and k3 want tokens that were
-    drawn from the model at that temperature, ``exact`` takes any. Both models run in float32, one beside the other.
+    drawn from the model at that temperature, ``exact`` takes any. Both models run in float32, at the same time.
     Raises ConfigError where the two do not read the same token ids or there is no token, Fatal where a
     log-probability is not finite.
     """

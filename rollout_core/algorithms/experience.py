@@ -244,7 +244,7 @@ def score_completions(
 ) -> CompletionScores:
     """`completion_forward` of every row, in ``minibatches`` of rows, without gradient. Collective.
 
-    Last bits of a number depend on what it is computed beside, in bfloat16 its third digit. So old log-probabilities
+    Last bits of a number depend on what it is computed with, in bfloat16 its third digit. So old log-probabilities
     and values, which a loss is to compare with its own, are wanted in the minibatches and the autocast of that loss.
     """
     parts: dict[str, Tensor] = {}

@@ -32,7 +32,7 @@ class LayerRate:
 
 
 def layer_rates(config: OptimizerConfig, model: nn.Module, *others: nn.Module) -> dict[nn.Parameter, LayerRate] | None:
-    """Rates by depth, of every parameter of ``model`` and of trained modules beside it; None without ``layer_decay``.
+    """Rates by depth, of every parameter of ``model`` and of trained modules outside it; None without ``layer_decay``.
 
     rate(d) = lr * layer_decay ** (L + 1 - d) for a model of L layers: d is 0 for the embeddings, 1 to L for the layers,
     L + 1 for what comes after them. Discriminative fine-tuning, arXiv:1801.06146, section 3.1 (whose factor is
@@ -44,7 +44,7 @@ def layer_rates(config: OptimizerConfig, model: nn.Module, *others: nn.Module) -
         return None
     if not _layers(model):
         raise ConfigError(
-            f"{type(model).__name__} has no layers that can be told apart; leave out optimizer.layer_decay"
+            f"{type(model).__name__} has no layers that can be distinguished; leave out optimizer.layer_decay"
         )
     rates: dict[nn.Parameter, LayerRate] = {}
     for module in (model, *others):
@@ -70,7 +70,7 @@ def _layers(module: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def checkpoint_layers(model: nn.Module, *others: nn.Module) -> None:
-    """Trade time for memory in every layer of ``model``, and of modules beside it (arXiv:1604.06174): only a layer's
+    """Trade time for memory in every layer of ``model``, and of modules outside it (arXiv:1604.06174): only a layer's
     input is kept, the rest is computed again in the backward pass. Gradients stay as they are.
 
     transformers' own switch works in training mode only, while most learners here switch dropout off by evaluation

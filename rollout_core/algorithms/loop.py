@@ -286,7 +286,7 @@ def train(
 
 
 def _change_weights(state: TrainState) -> None:
-    """By the optimizer, and then what is kept beside the weights."""
+    """By the optimizer, and then what is kept with the weights."""
     state.optimizer.step()
     state.average()
     state.round_masters()

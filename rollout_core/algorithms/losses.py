@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 2**20
 """Logits reduced at a time by `selected_logprobs` on a CPU: temporaries that stay in its cache are twice as fast."""
 
 CHUNK_ELEMENTS_ACCELERATOR = 2**25
-"""The same elsewhere: 128 MiB at a time, so that launching kernels costs nothing beside running them."""
+"""The same elsewhere: 128 MiB at a time, so that launching kernels costs nothing against running them."""
 
 
 class ShapeError(RolloutError, ValueError):
@@ -35,7 +35,7 @@ def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits[n, targets[n]] - logsumexp(logits[n]); 0 where targets[n] is -100, and that row is never read.
     logits: [N,V] float; targets: [N] int64. Returns [N], float32 for half-precision logits, else their own dtype.
-    Beside the gradient itself, neither pass allocates more than a few chunks of logits. First derivatives only.
+    Besides the gradient itself, neither pass allocates more than a few chunks of logits. First derivatives only.
     Raises ShapeError if the shapes do not fit.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:

@@ -1,4 +1,4 @@
-"""Weights that a device computes with beside the float32 ones that the optimizer changes (master weights,
+"""Weights that a device computes with, next to the float32 ones that the optimizer changes (master weights,
 arXiv:1710.03740, section 3.1), and both of these in the host's memory (arXiv:2101.06840).
 
 A parameter with a master is only computed with. Its gradient goes to the master as soon as a backward pass has it, in
@@ -55,7 +55,7 @@ def _round(parameter: nn.Parameter) -> None:
 
 
 def _hand_over(parameter: Tensor) -> None:
-    """Add a gradient to the master's, and let go of it."""
+    """Add a gradient to the master's, and release it."""
     master, gradient = getattr(parameter, MASTER), parameter.grad
     assert gradient is not None, "just accumulated"
     own = gradient.to(master.device, torch.float32)

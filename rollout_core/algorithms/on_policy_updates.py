@@ -184,7 +184,7 @@ def _corrects_in_first_step(settings: GRPOSettings, context: UpdateContext, devi
 
 
 def _with_advantages(checkpoint: Checkpoint, algorithm: OnPolicyUpdate[Any], objects: ObjectStore) -> Checkpoint:
-    """The same, with the advantages that were learned from kept beside its figures."""
+    """The same, with the advantages that were learned from kept with its figures."""
     kept = algorithm.kept_advantages() if is_first() else None  # the first process returns the outcome
     return checkpoint if kept is None else checkpoint.model_copy(update={"advantages": objects.put_bytes(kept)})
 
@@ -251,10 +251,10 @@ class _Learner:
     policy: Policy
     state: TrainState
     made_for: tuple[Any, ...]
-    """What it was built from beside weights."""
+    """What it was built from in addition to weights."""
 
     def keep(self, checkpoint: Checkpoint, context: UpdateContext) -> None:
-        """Leave it to the update that goes on from ``checkpoint``.
+        """Leave it to the update that continues from ``checkpoint``.
 
         Not on a GPU, whose memory is the engine's meanwhile, nor where several processes have parts of it.
         """

@@ -389,7 +389,7 @@ class _WeightedJSD(torch.autograd.Function):
 class _HeadGrads:
     """Gradients of the output layer's inputs, gathered chunk by chunk; ``hidden`` as it was multiplied.
 
-    ``needs``: which of hidden, weight and bias want one. A frozen weight, as beside adapters, does not, and its product
+    ``needs``: which of hidden, weight and bias want one. A frozen weight, as with adapters, does not, and its product
     is a third of the layer's.
     """
 

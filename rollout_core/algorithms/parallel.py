@@ -93,7 +93,7 @@ def token_microbatches(sizes: Sequence[int], max_tokens: int, processes: int) ->
     As few as hold at most ``max_tokens`` each, where ``processes`` have equally many and there are items enough; one
     item that is longer is by itself. They are about equally long: items go, the longest first, where the fewest
     tokens are (Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969). So neighbours, which processes compute
-    beside each other, are alike.
+    next to each other, are alike.
     """
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     too_long = [size for size in sizes if size > max_tokens]

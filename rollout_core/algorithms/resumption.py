@@ -1,4 +1,4 @@
-"""The snapshots of one update, written beside training, and how the update resumes from the last of them.
+"""The snapshots of one update, written while training continues, and how the update resumes from the last of them.
 
 A step waits only while the state is copied in memory; a thread then writes the copy, files it and moves the update's
 ref to it, which is the last thing it does: killed at any moment, the update resumes from the snapshot before.
@@ -206,7 +206,7 @@ class Resumption:
 
     def _copy(self, state: TrainState, *, copy: bool = True) -> StateCopy:
         """A copy that names the snapshot of the best evaluation, unless that is to be of this very copy. Without
-        ``copy`` for who writes it before training goes on. Collective."""
+        ``copy`` for who writes it before training continues. Collective."""
         best = state.extras.get(BEST)
         if best is not None and self._keeps_best:
             named = {} if best["step"] == state.step else {"snapshot": self._best}

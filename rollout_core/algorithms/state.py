@@ -1,10 +1,10 @@
 """The whole state of a training run, to disk and back, bit for bit and without pickle.
 
-A state folder holds ``model/`` (a Hugging Face folder, usable as it is), ``modules.safetensors`` (modules beside the
+A state folder holds ``model/`` (a Hugging Face folder, usable as it is), ``modules.safetensors`` (modules outside the
 model, such as a value head), ``adapter.safetensors`` (low-rank adapters, which ``model/`` has merged),
 ``optimizer.safetensors``, ``metrics.jsonl`` and ``state.json`` (step, RNG of every library, the algorithm's own
 figures). With a moving average of the weights it is the average that ``model/`` holds, and ``adapter.safetensors``;
-``trained.safetensors`` then has the weights that training goes on from. Of more than 4 GiB there are several files
+``trained.safetensors`` then has the weights that training continues from. Of more than 4 GiB there are several files
 (`MOST_FILE_BYTES`), such as ``optimizer-00001-of-00003.safetensors``.
 """
 
@@ -58,7 +58,7 @@ class TrainState:
     """A transformers model: a causal language model, or a reward model."""
     optimizer: torch.optim.Optimizer
     modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
-    """Trained modules beside the model."""
+    """Trained modules outside the model."""
     device: torch.device | None = None
     """Where it is trained; default: where its model is, which may be elsewhere between passes."""
     step: int = 0
@@ -354,6 +354,6 @@ def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Tensor], scala
             # Not a view of the file, whose pages the first step would copy one by one. A device gets its copy anyway.
             value = value.clone()
         found.setdefault(position, {})[quantity] = value
-    # Torch knows which quantities live beside their parameter and which, such as a step counter, may not.
+    # Torch knows which quantities live next to their parameter and which, such as a step counter, may not.
     groups = state.optimizer.state_dict()["param_groups"]
     state.optimizer.load_state_dict({"state": found, "param_groups": groups})

@@ -336,7 +336,7 @@ def _open_mlflow(series: Series) -> tuple[GeneralTracker, int]:
 
 
 def _differing(settings: Settings) -> Iterator[str]:
-    """``key=value`` of each plain setting that is not its default, tables after the keys beside them."""
+    """``key=value`` of each plain setting that is not its default, tables after the plain keys."""
     changed = settings.model_dump(mode="json", exclude_defaults=True, exclude=_OF_NO_INTEREST)
     tables = {key: value for key, value in changed.items() if isinstance(value, dict)}
     yield from (_assignment(key, value) for key, value in changed.items() if key not in tables)

@@ -124,7 +124,7 @@ class Stopped(Recoverable):
 
 
 class StageTimeout(Recoverable):
-    """A stage took longer than it may. It is tried again, and goes on with what it has stored."""
+    """A stage took longer than it may. It is tried again, and continues with what it has stored."""
 
 
 class Fatal(RolloutError, RuntimeError):

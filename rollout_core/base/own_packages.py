@@ -1,4 +1,4 @@
-"""The packages installed beside ``rollout_core``, distinguished from others of the same names.
+"""The packages installed with ``rollout_core``, distinguished from others of the same names.
 
 ``tasks`` and ``flows`` are names that users' projects have too; Python imports whichever comes first on its path.
 """
@@ -20,7 +20,7 @@ def require_own(*names: str) -> None:
         spec, own = find_spec(name), ROOT / name / "__init__.py"
         if spec is None:
             raise ConfigError(
-                f"there is no package {name!r}; it belongs beside rollout_core in {ROOT}: install it again"
+                f"there is no package {name!r}; it belongs next to rollout_core in {ROOT}: install it again"
             )
         if not _is_file(spec.origin, own):
             found = next(iter(spec.submodule_search_locations or ()), spec.origin)

@@ -7,7 +7,7 @@ store (default ``./data/cache``), ``ROLLOUT_CACHE_GIB`` is how large that may gr
 the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
 none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), ``ROLLOUT_PREFECT_EVENTS`` says
-whether the Prefect server is told of them (``on``, the default, or ``off``), ``ROLLOUT_STOP_SECONDS`` is how long a run
+whether the Prefect server gets them (``on``, the default, or ``off``), ``ROLLOUT_STOP_SECONDS`` is how long a run
 may take to end after a stop signal (default 10), and ``ROLLOUT_LEASE_SECONDS`` how long a machine that is not heard of
 keeps others from its work (default 20). ``ROLLOUT_UPLOAD_PART_BYTES`` is the size of the parts in which large files go
 to a bucket (default 16 MiB), and ``ROLLOUT_MAX_BLOB_BYTES`` refuses to store larger ones there (default: no limit).
@@ -59,7 +59,7 @@ class Locations:
     events: str | None
     """File for events of runs, or ``stderr``."""
     prefect_events: bool
-    """Whether the Prefect server is told of them."""
+    """Whether the Prefect server gets them."""
 
 
 def locations() -> Locations:

@@ -1,4 +1,4 @@
-"""A stop signal ends the run in time, wherever it falls; an `Interruption` ends one call, and the process goes on.
+"""A stop signal ends the run in time, wherever it falls; an `Interruption` ends one call, and the process continues.
 
 Python runs the handler of a signal in the main thread, between two bytecodes: one that arrives in a long native call is
 noticed late, and what the handler raises inside a destructor or a weak reference's callback is dropped. So the signal
@@ -101,7 +101,7 @@ class Interruption:
     def request(self, reason: Exception, *, within_seconds: float | None = None) -> None:
         """Ask the call to end, from any thread. Its caller then gets ``reason``, whatever the call raised.
 
-        After ``within_seconds`` (None: any time) the caller goes on without it: see `raise_if_abandoned`.
+        After ``within_seconds`` (None: any time) the caller continues without it: see `raise_if_abandoned`.
         """
         with _lock:
             if self._reason is not None:
@@ -121,7 +121,7 @@ class Interruption:
         return self._leave_at is not None and _now() >= self._leave_at
 
     def abandon(self) -> None:
-        """Have the call write nothing from here on, and let go of the locks that it holds."""
+        """Have the call write nothing from here on, and release the locks that it holds."""
         with _lock:
             self._is_abandoned = True
         self._abandoned.run()
@@ -187,7 +187,7 @@ def on_stop(call: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def on_abandoned(call: Callable[[], None]) -> Iterator[None]:
-    """Inside the block ``call`` is called, from another thread, when the caller of the work that runs here goes on
+    """Inside the block ``call`` is called, from another thread, when the caller of the work that runs here continues
     without it."""
     with ExitStack() as stack:
         for interruption in _interruptions():

@@ -273,7 +273,7 @@ class _Breaker:
         self._dropped += len(spans)
         if time.monotonic() >= self._next_try:
             if not self._pause:
-                log.warning("the OTLP collector takes no spans; they are dropped until it does, and the run goes on")
+                log.warning("the OTLP collector takes no spans; they are dropped until it does, and the run continues")
             self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
             self._next_try = time.monotonic() + self._pause
         return False

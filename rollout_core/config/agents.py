@@ -337,7 +337,7 @@ class LearnOnlineConfig(TrainingRun):
             raise ValueError("promotion is switched off, but online learning serves what it promotes; leave that out")
         if self.promotion.approval == "person":
             raise ValueError(
-                'promotion.approval is "person", but online learning goes on by what it promotes and waits for nobody; '
+                'promotion.approval is "person", but online learning uses what it promotes and waits for nobody; '
                 "leave that out"
             )
         return self

@@ -96,7 +96,7 @@ def beside_identity(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_given(settings: BaseModel) -> dict[str, Any]:
     """What of ``settings`` was given, as JSON that is parsed to the same: without defaults, as some follow from other
-    keys, but with the kinds by which tables are told apart."""
+    keys, but with the kinds that distinguish tables."""
     return _given(settings, settings.model_dump(mode="json"))
 
 
@@ -123,7 +123,7 @@ class RunInfo(Settings):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
     """Label of the run's snapshots and resources; letters, digits, dots, dashes."""
     tags: tuple[str, ...] = ()
-    """Free labels shown beside the run."""
+    """Free labels shown with the run."""
     refresh: bool | str = False
     """Compute stages again, each once: true, in this flow run (which resumes after `prefect flow-run retry`);
     a name, such as a date, under that name, so that a killed run resumes when it is started again
@@ -145,7 +145,7 @@ class RunInfo(Settings):
 
 class StageTimeouts(Settings):
     """The longest time, in seconds, that one try of a stage may take. Then it keeps what it has, ends, and is tried
-    again as after any passing fault, up to three times; the next try goes on from there.
+    again as after any passing fault, up to three times; the next try continues from there.
 
     Where no limit is right for every model and data set, the default is none; what hangs there is found by a limit of
     its own.
@@ -159,7 +159,7 @@ class StageTimeouts(Settings):
     scoring: float | None = Field(default=None, gt=0)
     """Rewards, and evaluations. Each call of a reward has a limit of its own."""
     learning: float | None = Field(default=None, gt=0)
-    """Updates of weights. ``budget`` says how long training goes on."""
+    """Updates of weights. ``budget`` says how long training lasts."""
     agents: float | None = Field(default=None, gt=0)
     """Runs of agents, and live traffic. Each rollout has a limit of its own."""
     filing: float | None = Field(default=21_600.0, gt=0)
@@ -176,7 +176,7 @@ class RunCost(Settings):
     per_hour: float = Field(default=0.0, ge=0)
     """Of the machine, for each hour in which a stage was computed."""
     per_gpu_hour: float = Field(default=0.0, ge=0)
-    """Of each of the machine's GPUs, for each such hour, beside that."""
+    """Of each of the machine's GPUs, for each such hour, in addition to ``per_hour``."""
     currency: str = Field(default="USD", pattern=r"^[A-Za-z]{1,8}$")
     """Ends the sum; nothing is converted."""
 

@@ -121,7 +121,7 @@ class SamplingParams(Settings):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion; they are not part of its text."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a completion, beside the model's own ends; they are among its token ids, not part of its text."""
+    """Tokens that end a completion, besides the model's own; they are among its token ids, not part of its text."""
     ignore_eos: bool = False
     """End-of-sequence tokens end nothing: completions continue until max_tokens, a stop string or a stop token."""
     repetition_penalty: float = Field(default=1.0, gt=0)
@@ -132,7 +132,7 @@ class SamplingParams(Settings):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Taken off the logit of a token for each time that it occurred in the completion."""
     logprobs: int = Field(default=0, ge=0, le=20)
-    """Most likely tokens whose log-probabilities are kept at every position, beside that of the token drawn; of those
+    """Most likely tokens whose log-probabilities are kept at every position, besides that of the token drawn; of those
     that could be drawn at all."""
     structured: StructuredOutput | None = None
     """A form that completions must have; one cut at max_tokens has only the beginning of it."""

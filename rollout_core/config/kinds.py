@@ -38,7 +38,7 @@ CONFIG_KINDS: dict[str, type[Run]] = {
 
 
 def kind_of(tables: Mapping[str, Any], name: str) -> str:
-    """The kind of run that a file's tables are of. Raises ConfigError where that cannot be told, or with what is wrong
+    """The kind of run that a file's tables are of. Raises ConfigError where that is not clear, or with what is wrong
     with them as the kind that they come nearest to."""
     wrong: dict[str, ConfigError] = {}
     fitting = []

@@ -64,7 +64,7 @@ class SnapshotPolicy(Settings):
     """When training is made resumable, and which snapshots stay. Changes speed only."""
 
     every_steps: int = Field(default=100, ge=1)
-    """Optimizer steps between train-state snapshots. They are written beside training: one that falls due while
+    """Optimizer steps between train-state snapshots. They are written during training: one that falls due while
     another is being written is taken as soon as that is done."""
     every_tokens: int | None = Field(default=None, ge=1)
     """A snapshot is due after so many trained tokens, too, whichever comes first."""
@@ -201,7 +201,7 @@ class LearnerSettings(Settings):
     snapshots: SnapshotPolicy = SnapshotPolicy()
     parallel: ParallelConfig = ParallelConfig()
     trackers: tuple[TrackerName, ...] = ()
-    """Where figures go beside the checkpoint's own rows; changes nothing of what is trained."""
+    """Where figures go in addition to the checkpoint's own rows; changes nothing of what is trained."""
 
     @property
     def has_own_processes(self) -> bool:
@@ -280,7 +280,7 @@ class DatasetSettings(LearnerSettings):
     evaluation: HeldOutRows | None = None
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Keep an exponential moving average of the trained weights: after each step so much of the average stays, and the
-    rest is the new weights. It is what is evaluated and what the result is; training goes on from the weights."""
+    rest is the new weights. It is what is evaluated and what the result is; training continues from the weights."""
     curriculum: Curriculum | None = None
     """Train on easy rows first."""
 

@@ -89,7 +89,7 @@ class OnPolicySettings(LearnerSettings):
 
     state_every: int = Field(default=1, ge=1)
     """Iterations from one training state that is stored to the next; the last one's is, too, and that of a run that is
-    stopped. Others are in temporary files until the next iteration has ended, and computed again where a run goes on
+    stopped. Others are in temporary files until the next iteration has ended, and computed again where a run resumes
     without them. Changes no result."""
     store_models: Literal["each", "with_states"] = "each"
     """Which models that iterations end with are stored: each, or those whose training states are. Others are in this
@@ -195,7 +195,7 @@ class OnPolicySettings(LearnerSettings):
         is_quantized = self.lora is not None and self.lora.quantization != "none"
         is_other = self._drawn_before or (is_quantized and self.weighs_advantages)
         if "correction" not in self.model_fields_set and is_other:
-            # Beside `model_fields_set`: it stays a default, which another key may change (`as_given`).
+            # Without `model_fields_set`: it stays a default, which another key may change (`as_given`).
             vars(self)["correction"] = ImportanceCorrection()
         return self
 
@@ -474,7 +474,7 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
         )
     if settings.failed != "stop":
         raise ValueError(
-            'partial_rollouts and failed = "leave_out": of a completion that goes on, parts are there that others are '
+            'partial_rollouts and failed = "leave_out": of a resumed completion, parts are there that others are '
             'compared with; take failed = "stop"'
         )
     for key in ("schedule", "warmup_ratio"):

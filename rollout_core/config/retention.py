@@ -1,4 +1,4 @@
-"""What housekeeping keeps of an object store beside what is in use."""
+"""What housekeeping keeps of an object store in addition to what is in use."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class ExpressionReward(_Spec):
 
 
 SAMPLE_FIGURES = ("num_tokens", "num_characters", "truncated")
-"""Names that an expression knows beside its rewards."""
+"""Names that an expression knows in addition to its rewards."""
 
 RewardSpec = ExactMatchReward | FunctionReward | ModelReward | CompositeReward | ExpressionReward
 

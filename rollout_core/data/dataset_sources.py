@@ -331,7 +331,7 @@ def _folder_documents(name: str, folder: Path, reading: Reading) -> Iterator[Pla
         return
     endings = tuple(form + packed for form in FILES_OF_ROWS for packed in ("", *COMPRESSED_SUFFIXES))
     files = sorted(file for file in folder.rglob("*") if file.name.endswith(endings))
-    # Beside files of another form these say something about them.
+    # Next to files of another form these say something about them.
     files = [file for file in files if ".json" not in file.suffixes] or files
     if not files:
         raise ConfigError(f"object {name} is a folder without a file of rows; expected {', '.join(FILES_OF_ROWS)}")

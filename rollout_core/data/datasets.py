@@ -352,7 +352,7 @@ class Reading:
         found = {}
         for ours, (theirs, kind) in self._columns.items():
             if ours in kept:
-                raise ValueError(f"has {ours!r} beside {theirs!r}, which columns calls so; rename or remove one")
+                raise ValueError(f"has {ours!r} and {theirs!r}, which columns also calls so; rename or remove one")
             if theirs in document:
                 found[ours] = document[theirs] if kind is None else of_type(ours, kind, document[theirs])
         return {**found, **kept}

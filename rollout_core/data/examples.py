@@ -297,7 +297,7 @@ class _Conversation:
             if written is None:
                 raise ConfigError(
                     f"{self.where}: the chat template renders turn {number + 1} differently with and without what "
-                    f"precedes it, so the {message.role}'s tokens cannot be told apart; use loss_on.kind = 'full' or "
+                    f"precedes it, so the {message.role}'s tokens cannot be found; use loss_on.kind = 'full' or "
                     "another template, such as one with {% generation %} marks"
                 )
             if not self.ends.end(written):

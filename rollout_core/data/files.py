@@ -245,7 +245,7 @@ def whole_columns(tables: Iterable[AbstractContextManager[Table]]) -> frozenset[
 
 
 def table_documents(table: Table, whole: frozenset[str], reading: Reading) -> Iterator[PlacedDocument]:
-    """Rows of a table, with ``whole`` columns as integers; whoever watches is told of its bytes."""
+    """Rows of a table, with ``whole`` columns as integers; whoever watches gets its bytes reported."""
     import pyarrow
 
     names = table.schema.names
@@ -316,7 +316,7 @@ def ending(name: str) -> str:
 
 
 def _counted(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same, told to whoever watches."""
+    """The same, reported to whoever watches."""
     amount = current_amount()
     for chunk in chunks:
         amount.add(len(chunk))
@@ -436,7 +436,7 @@ _INSIDE_TEXT = re.compile(rb'["\\]')
 
 def _array_documents(name: str, chunks: Iterator[bytes], end: bytes) -> Iterator[PlacedDocument]:
     """Elements of a JSON array, each as its bytes and numbered by the line that it begins in: they are parsed, and
-    their problems told, as lines are."""
+    their problems reported, as lines are."""
     element: list[bytes] = []
     line, count, depth = 1, 0, 0
     in_text = is_escaped = False

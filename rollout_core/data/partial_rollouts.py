@@ -1,7 +1,7 @@
 """Completions that are drawn in parts: each part by the weights of its iteration, behind all that stands already.
 
 Partial rollouts as in Kimi k1.5 (arXiv:2501.12599, section 2.6.2) and APRIL (arXiv:2509.18521): a long completion is
-cut at the end of an iteration and goes on in the next. What is carried over is a blob, a line of JSON a completion,
+cut at the end of an iteration and continues in the next. What is carried over is a blob, a line of JSON a completion,
 those of a group side by side: the sample it began as, its tokens so far, and which weights drew which of them with
 which log-probabilities. The next part's id, and so its seed, follows from these tokens.
 """
@@ -29,7 +29,7 @@ from rollout_core.data.samples import (
     encode_samples,
     prompt_of,
 )
-from rollout_core.data.text import told_tokens
+from rollout_core.data.text import text_tokens
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
 
@@ -57,7 +57,7 @@ class Partial:
     model_ids: list[str] = field(default_factory=list)
     """The weights that drew each of these parts."""
     finish_reason: FinishReason | None = None
-    """None: it goes on."""
+    """None: it continues."""
     text: str | None = None
     """None: not decoded yet."""
 
@@ -81,7 +81,7 @@ class Partial:
             self.text = drawn.text
 
     def next_part(self, model: ContentId, params: SamplingParams) -> Sample:
-        """The sample that goes on with it."""
+        """The sample that continues it."""
         sample = self.sample
         named = [sample.id, model, identity(params), self.token_ids]
         return Sample(
@@ -176,8 +176,8 @@ def join_parts(
         partial.extend(part, model, max_tokens)
     ended = [partial for partial in (*carried, *fresh) if partial.finish_reason is not None and partial.text is None]
     if ended:
-        told = [told_tokens(partial.token_ids, _NO_STOPS, partial.sample.ends) for partial in ended]
-        texts = decode([partial.sample.prompt_token_ids for partial in ended], told)
+        completions = [text_tokens(partial.token_ids, _NO_STOPS, partial.sample.ends) for partial in ended]
+        texts = decode([partial.sample.prompt_token_ids for partial in ended], completions)
         for partial, text in zip(ended, texts, strict=True):
             partial.text = text
     groups = list(_groups([*carried, *fresh], group_size))
@@ -218,7 +218,7 @@ def carried_behind(objects: ObjectStore, train_state: ContentId, *, group_size: 
     if joined is None or joined.stage != "join_completions":
         raise ConfigError(
             f"snapshot {train_state.short} was left by an iteration without partial_rollouts, or what that was made of "
-            "is not on record any more, so nobody knows which iteration comes next and what goes on in it; choose "
+            "is not on record any more, so nobody knows which iteration comes next and what continues in it; choose "
             "another snapshot, leave out partial_rollouts, or begin a run with its model as algorithm.base_model"
         )
     # Completions, samples, and what is carried over, as far as there is something.

@@ -46,7 +46,7 @@ UNPAIRED = ItemForm(UnpairedPreference, lists={"prompt": "<i4", "completion": "<
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceReport(DataReport):
-    """What became of the rows of a preference data set. Prompts count once, answers are what is trained."""
+    """The rows of a preference data set by outcome. Prompts count once, answers are what is trained."""
 
     num_prompt_tokens: int
     num_desirable: int | None = None
@@ -230,7 +230,7 @@ class _Encoder:
             if said is None:
                 raise ConfigError(
                     f"{where}: the chat template renders the prompt differently with and without an answer, "
-                    "so the two cannot be told apart; use another template, or texts"
+                    "so the two cannot be distinguished; use another template, or texts"
                 )
             written.append(said if self._ends.end(said) else said + self._ends.eos)
             messages = (*prompt, *answer)

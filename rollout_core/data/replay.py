@@ -2,7 +2,7 @@
 
 A buffer holds groups of completions of one prompt, the newest of them, with the ids of the weights that drew them. As a
 folder it is ``buffer.json`` and, for each iteration, the very files of samples, completions and scores that the
-iteration filed: a snapshot of it takes no room beside these. What is drawn follows from the buffer and a seed.
+iteration filed: a snapshot of it takes no room in addition to these. What is drawn follows from the buffer and a seed.
 """
 
 from __future__ import annotations

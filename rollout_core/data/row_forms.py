@@ -94,7 +94,7 @@ def _alpaca(document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any
 
 
 def _sharegpt(document: dict[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
-    """Conversations are messages, in pairs the prompt; so is what follows them, and a system prompt beside them."""
+    """Conversations are messages, in pairs the prompt; so is what follows them, and a system prompt with them."""
     if "conversations" not in document:
         raise ValueError(f"has no conversations, as ShareGPT's rows have; keys found: {', '.join(document) or 'none'}")
     target = "messages" if "messages" in own_keys or "prompt" not in own_keys else "prompt"

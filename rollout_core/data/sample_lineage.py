@@ -201,7 +201,7 @@ def _rewards_of(objects: ObjectStore, experience: _Experience, row: PromptRow) -
     needle = orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
     lines = zip(_lines(objects, experience.samples), _numbers(objects, experience.scores), strict=True)
     for line, reward in lines:
-        if needle in line:  # most are told apart without being parsed
+        if needle in line:  # most are rejected without being parsed
             sample = orjson.loads(line)
             if (sample["prompt"], sample["row_id"], sample["extras"]) == (prompt, row.id, row.extras):
                 yield None if reward == b"null" else float(reward)

@@ -84,7 +84,7 @@ class Sample:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """That the chat template shows to the model."""
     ends: list[int] = field(default_factory=list)
-    """Tokens that end it beside the model's own ends: those by which the chat template ends a turn."""
+    """Tokens that end it in addition to the model's own ends: those by which the chat template ends a turn."""
     drawn_as: ContentId | None = None
     """The sample that this one draws again, from the same seed; see `draw_again`."""
 
@@ -148,7 +148,7 @@ def make_samples(
 
 
 def ends_of(folder: Path, tokenizer: Any, rows: Sequence[PromptRow], params: SamplingParams) -> list[int]:
-    """Tokens that end the conversations among the rows beside the own ends of the model in a folder."""
+    """Tokens that end the conversations among the rows in addition to the ends of the model in a folder."""
     if params.ignore_eos or all(row.messages is None for row in rows):
         return []
     return turn_ends(folder, tokenizer)

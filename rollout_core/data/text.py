@@ -28,7 +28,7 @@ def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int
     """
     token_ids, problems = try_prompts(tokenizer, rows)
     for place, problem in problems.items():
-        raise ConfigError(_told(f"prompt {place + 1}", problem))
+        raise ConfigError(_located(f"prompt {place + 1}", problem))
     return token_ids
 
 
@@ -125,7 +125,7 @@ def render_chats(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
         return [
             Problem(
                 "holds chat messages, but the tokenizer has no chat template; give plain text, a tokenizer with a "
-                "template, or chat_template beside the model's uri"
+                "template, or chat_template in the same table as the model's uri"
             )
         ] * len(chats)
     return render(tokenizer, chats)
@@ -158,7 +158,7 @@ def in_step(tokenizer: Any, rows: Sequence[tuple[str, Encoding[T]]]) -> list[T |
             problem = next((item for item in answer if isinstance(item, Problem)), None)
             try:
                 if problem is not None:
-                    raise ConfigError(_told(where, problem.reason))
+                    raise ConfigError(_located(where, problem.reason))
                 asks[place] = encoding.send(answer) if answer else next(encoding)
             except StopIteration as end:
                 ended[place] = end.value
@@ -173,7 +173,7 @@ def in_step(tokenizer: Any, rows: Sequence[tuple[str, Encoding[T]]]) -> list[T |
     return [ended[place] for place in range(len(rows))]
 
 
-def _told(where: str, problem: str) -> str:
+def _located(where: str, problem: str) -> str:
     return f"{where} {problem}" if problem.startswith(("holds ", "has ")) else f"{where}: {problem}"
 
 
@@ -222,7 +222,7 @@ def decode_as_streamed(tokenizer: Any, prompt: Sequence[int], completion: Sequen
     return "".join(piece or "" for piece in pieces)
 
 
-def told_tokens(token_ids: Sequence[int], params: SamplingParams, ends: Sequence[int] = ()) -> Sequence[int]:
+def text_tokens(token_ids: Sequence[int], params: SamplingParams, ends: Sequence[int] = ()) -> Sequence[int]:
     """Those tokens of a finished completion that its text is made of: all but a stop token, or an end of its turn, at
     its end."""
     is_stopped = token_ids and (token_ids[-1] in params.stop_token_ids or token_ids[-1] in ends)

@@ -1,4 +1,4 @@
-"""Tokenised rows: a report of what became of them, and tables of items larger than memory.
+"""Tokenised rows: a report of their outcomes, and tables of items larger than memory.
 
 Items are columns of numbers in .npy files, mapped into memory, an item decoded at a time. What tokenising made is a
 folder of the object store, found again under a key of all it was made from. So a second run on the same rows, tokenizer

@@ -70,7 +70,7 @@ def unpaired_form(settings: PreferenceSettings) -> RowForm[UnpairedPreference, P
 def training_items(
     objects: ObjectStore, cache: Path, dataset: ContentId, tokenizer_from: Path, form: RowForm[ItemT, ReportT]
 ) -> tuple[ItemTable[ItemT], ReportT]:
-    """Items of the rows that blob ``dataset`` holds, and what became of the rows."""
+    """Items of the rows that blob ``dataset`` holds, and the rows by outcome."""
     rows = stored_rows(objects, dataset, form.row)
     tokenizer, tokenizer_id = load_identified_tokenizer(tokenizer_from)
     return open_items(

@@ -98,7 +98,7 @@ def clean(
     objects: ObjectStore, rules: Retention, *, named_elsewhere: Collection[ContentId] = (), dry_run: bool = False
 ) -> Cleaned:
     """Give up what ``rules`` do not keep, and delete what nothing names any more but the database, which names
-    ``named_elsewhere``. Safe beside runs and other rounds; a round that was killed is finished by the next one.
+    ``named_elsewhere``. Safe while runs and other rounds work; a round that was killed is finished by the next one.
 
     Raises ConfigError for a grace of zero while runs are under way, or one that is too short to be safe.
     """

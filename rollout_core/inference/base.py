@@ -62,7 +62,7 @@ class Request:
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """That the template shows to the model."""
     ends: Sequence[int] = ()
-    """Tokens that end it beside the model's own ends; among its token ids, and not part of its text."""
+    """Tokens that end it in addition to the model's own ends; among its token ids, and not part of its text."""
 
 
 @dataclass(frozen=True)

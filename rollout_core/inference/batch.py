@@ -109,7 +109,7 @@ class BatchOptions:
     max_model_len: int | None = None
     """Samples that would be longer fail, without an engine."""
     generator: str = ""
-    """Identity of what answers beside the model (software, dtype, device); completions of another do not count."""
+    """Identity of what answers besides the model (software, dtype, device); completions of another do not count."""
     stale_after_seconds: float = STALE_AFTER_SECONDS
     wait_seconds: float = 1.0
     """Time between looks at samples that another worker is generating."""

@@ -80,7 +80,7 @@ _REFUSED = {
 }
 """They would change what is generated."""
 _HARMLESS = {"best_of": (1,), "length_penalty": (1,), "modalities": (["text"],), "verbosity": ("medium",)}
-"""Values of refused fields that change nothing, beside empty ones."""
+"""Values of refused fields that change nothing, in addition to empty ones."""
 _ONLY_TRUE = {
     "add_generation_prompt": "the chat template always begins the assistant's turn",
     "skip_special_tokens": "texts have no special tokens; return_token_ids gives them",
@@ -545,13 +545,13 @@ def hermes_calls(text: str, *, in_thought: bool = False) -> tuple[str, list[tupl
 
 
 def _behind(text: str, marker: str, place: int) -> int:
-    """Where the text goes on behind the next marker; its end where there is none."""
+    """Where the text continues behind the next marker; its end where there is none."""
     found = text.find(marker, place)
     return len(text) if found < 0 else found + len(marker)
 
 
 def _hermes_call(text: str, place: int) -> tuple[tuple[str, str] | None, int]:
-    """The call whose JSON begins here, if it is one, and where the text goes on. The last one may lack its end."""
+    """The call whose JSON begins here, if it is one, and where the text continues. The last one may lack its end."""
     none = None, _behind(text, _TOOL_CALL_END, place)
     try:
         # Not up to the next marker, which may stand in an argument.

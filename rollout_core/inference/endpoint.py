@@ -119,7 +119,7 @@ class Endpoint:
             )
         return self._session
 
-    def told(self, text: str) -> str:
+    def without_key(self, text: str) -> str:
         """What the endpoint says, fit to be kept and shown: one line of limited length, without its key."""
         hidden = text if self._key is None else self._key.hide(text)
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in hidden).split())
@@ -171,7 +171,7 @@ class Endpoint:
             except TimeoutError:
                 problem = f"no whole answer within {self._config.timeout_seconds:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                problem = self.told(f"{type(error).__name__}: {error}").rstrip(": ")
+                problem = self.without_key(f"{type(error).__name__}: {error}").rstrip(": ")
             if attempt < retries:
                 await self._back_off(attempt, asked_to_wait)
         raise Passing(f"{self._config.url}: {problem} (after {retries + 1} tries)")
@@ -224,7 +224,7 @@ class Endpoint:
             for key in ("error", "message"):
                 said = said.get(key, said) if isinstance(said, dict) else said
             text = said if isinstance(said, str) else text
-        return self.told(text)
+        return self.without_key(text)
 
     async def _back_off(self, attempt: int, asked_to_wait: float) -> None:
         if asked_to_wait:
@@ -245,8 +245,8 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
 
 def retry_after(response: aiohttp.ClientResponse) -> float:
     """Seconds that the answer asks to wait: a number, or the time until a date."""
-    told = response.headers.get("retry-after", "").strip()
+    asked = response.headers.get("retry-after", "").strip()
     seconds = 0.0
     with suppress(ValueError, TypeError, OverflowError, OSError):
-        seconds = float(told) if told[:1].isdigit() else parsedate_to_datetime(told).timestamp() - time.time()
+        seconds = float(asked) if asked[:1].isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)

@@ -56,7 +56,7 @@ MAKES_PROCESSES = "get_mp_context"
 _SEMAPHORE = "sem."
 """What the system puts before the name of a semaphore."""
 LONGEST_SLEEP_MS = 5
-"""Of an engine process that waits for a message, until it looks whether there is one of which it was not told."""
+"""Of an engine process that waits for a message, until it looks whether there is one of which it was not notified."""
 _LOOK_SECONDS = 0.5
 _WORKERS, _ENGINES = "worker-failure", "engine-failure"
 """How the names of files begin in which an engine's processes leave why they end."""
@@ -213,7 +213,7 @@ _ahead: ContextVar[EngineProcess | None] = ContextVar("rollout_engine_ahead", de
 
 @contextmanager
 def started_ahead(environment: Mapping[str, str]) -> Iterator[None]:
-    """Start the process of the engine that vLLM starts inside the block, with these variables beside this process's
+    """Start the process of the engine that vLLM starts inside the block, with these variables besides this process's
     own. One that vLLM has not started then ends with the block."""
     process = EngineProcess(environment)
     token = _ahead.set(process)
@@ -333,7 +333,7 @@ class HangWatch:
 
     Args:
         processes: of the engine; those that they started end with them.
-        seconds: longest wait for one answer, unless `waiting` is told another; may be changed.
+        seconds: longest wait for one answer, unless `waiting` is given another; may be changed.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], seconds: float) -> None:

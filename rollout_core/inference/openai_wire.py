@@ -34,7 +34,7 @@ _JSON_KINDS = {
     dict: "an object",
 }
 _REST_BYTES = 2**20
-"""Room for what an answer holds beside its tokens, such as usage and the prompt's own text."""
+"""Room for what an answer holds in addition to its tokens, such as usage and the prompt's own text."""
 _TOKEN_BYTES = 1024
 """Room for a token: its text, its id, its log-probability, and the same once more as a list of bytes."""
 

@@ -149,7 +149,7 @@ def write_known(
 
 
 def parquet_schema(*, token_ids: bool, logprobs: bool, alternatives: bool = False) -> pyarrow.Schema:
-    """The columns. They are the same for every input: what an input row has beside its own keys is one column of JSON.
+    """The columns. They are the same for every input: what an input row has besides its own keys is one column of JSON.
 
     A prompt is in ``prompt`` if it is a text and in ``messages`` if it is a conversation; the other is null.
     """

@@ -48,7 +48,7 @@ class Served:
     tokenizer: Any
     writer: Writer
     turn_ends: Sequence[int]
-    """Tokens that end the assistant's turn beside the model's own ends."""
+    """Tokens that end the assistant's turn in addition to the model's own ends."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class ServedEngine:
             self._is_open.set()
 
     async def lend(self) -> None:
-        """Let go of the engine when requests under way have ended; new ones wait for `take_back`."""
+        """Release the engine when requests under way have ended; new ones wait for `take_back`."""
         self.hold()
         self._lends += 1
         try:
@@ -245,7 +245,7 @@ class ServedEngine:
         self.release()
 
     async def close(self) -> None:
-        """Let go of the engine; what is under way fails."""
+        """Release the engine; what is under way fails."""
         self._problem = ApiError(503, "the server is being stopped")
         await self._leave()
         self._encoder.close()

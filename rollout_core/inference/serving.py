@@ -141,7 +141,7 @@ class EngineServer:
                 thread.loop.call_soon_threadsafe(engine.take_back)
 
     async def stop(self) -> None:
-        """Stop serving and let go of the engine, which stays in the process's pool. Requests under way get a few
+        """Stop serving and release the engine, which stays in the process's pool. Requests under way get a few
         seconds. Harmless when it does not run."""
         thread, self._thread = self._thread, None
         self._model_id = None

@@ -388,7 +388,7 @@ def _file(
         if count:
             lengths[min((count - 1) // width, len(lengths) - 1)] += 1
     completions = objects.put_bytes(b"".join(completed.lines))
-    # Beside the record, which is the same whenever it is made.
+    # Outside the record, which is the same whenever it is made.
     objects.set_ref(finished_ref(completions), objects.put_bytes(orjson.dumps(completed.ended)))
     return ShardCompletions(
         completions=completions,

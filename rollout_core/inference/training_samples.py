@@ -129,7 +129,7 @@ class TokenSample:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What is known of the parts, to be kept beside the tokens."""
+        """What is known of the parts, to be kept with the tokens."""
         return {} if self.model_ids is None else {"model_ids": self.model_ids, "part_rewards": self.part_rewards}
 
 

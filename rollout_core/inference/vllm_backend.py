@@ -246,7 +246,7 @@ class VLLMEngine(GathersStream):
         from vllm.sampling_params import RequestOutputKind
 
         params = request.params
-        # Beside the ends that vLLM knows of itself; its own reading of the tokenizer may differ from ours.
+        # In addition to the ends that vLLM knows of itself; its own reading of the tokenizer may differ from ours.
         ends = [] if params.ignore_eos else [self._tokenizer.eos_token_id, *request.ends]
         try:
             self._llm.llm_engine.add_request(
@@ -451,7 +451,7 @@ def _import_vllm() -> None:
 
 
 def _environment(config: VLLMBackend) -> dict[str, str]:
-    """Variables of an engine's processes on a CPU beside those of this one."""
+    """Variables of an engine's processes on a CPU in addition to those of this one."""
     count = config.fixed_threads
     if count is None and config.is_single_threaded and BINDING not in os.environ:
         count = 1  # which vLLM would choose, and bind to the first core with those of all other engines

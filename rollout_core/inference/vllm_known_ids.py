@@ -1,6 +1,6 @@
 """Runs inside vLLM's own processes: ids that a model has outputs for and its tokenizer does not know are never drawn.
 
-vLLM finds it by its name, and only an engine whose model has such ids is told of it. Masking the end of the logits once
+vLLM finds it by its name, and only an engine whose model has such ids gets it. Masking the end of the logits once
 a step costs less than a list of allowed ids with each request.
 """
 

@@ -269,9 +269,9 @@ class _Ranks:
         """The next job. Raises Recoverable where its process has just ended."""
         [rank] = self._ranks
         assert rank.process.stdin is not None, "piped"
-        told = {"job": str(folder / "job.json"), "traceparent": traces.environment().get(traces.TRACEPARENT)}
+        job = {"job": str(folder / "job.json"), "traceparent": traces.environment().get(traces.TRACEPARENT)}
         try:
-            rank.process.stdin.write(json.dumps(told) + "\n")
+            rank.process.stdin.write(json.dumps(job) + "\n")
             rank.process.stdin.flush()
         except OSError as error:
             raise Recoverable(f"the process of the {self._job.algorithm} update ended before it: {error}") from error

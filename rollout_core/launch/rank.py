@@ -86,8 +86,8 @@ def _jobs() -> Iterator[tuple[Path, str | None]]:
     yield Path(sys.argv[1]), os.environ.get(traces.TRACEPARENT)
     if STAYS in os.environ:
         for line in sys.stdin:
-            told = json.loads(line)
-            yield Path(told["job"]), told["traceparent"]
+            job = json.loads(line)
+            yield Path(job["job"]), job["traceparent"]
 
 
 def _heed_sigterm() -> threading.Event:

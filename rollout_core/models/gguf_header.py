@@ -75,12 +75,12 @@ def parts_of(file: Path) -> tuple[Path, ...]:
     names = [f"{part['stem']}-{number + 1:05}-of-{part['count']}{file.suffix}" for number in range(int(part["count"]))]
     absent = [name for name in names if not (file.parent / name).is_file()]
     if absent:
-        raise ConfigError(f"{file} is one of {len(names)} parts, and {absent[0]} is not beside it; put all parts there")
+        raise ConfigError(f"{file} is one of {len(names)} parts, and {absent[0]} is not there; put all into one folder")
     return tuple(file.parent / name for name in names)
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """Settings and tensors of a GGUF file and of the parts beside it.
+    """Settings and tensors of a GGUF file and of the parts next to it.
 
     Raises ConfigError for a file that is none, or not whole, and where the package ``gguf`` is missing.
     """
@@ -93,7 +93,7 @@ def read_header(file: Path) -> GGUFHeader:
         if (count := own.get("split.count", 1)) != len(files) or own.get("split.no", number) != number:
             raise ConfigError(
                 f"{part} says that it is part {own.get('split.no', 0) + 1} of {count}, and its name that it is part "
-                f"{number + 1} of {len(files)}; give it the name that it was made with, beside the other parts"
+                f"{number + 1} of {len(files)}; give it the name that it was made with, next to the other parts"
             )
         settings = own if number == 0 else settings
         if twice := tensors.keys() & found.keys():

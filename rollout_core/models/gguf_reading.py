@@ -131,7 +131,7 @@ class _Settings:
 def read_gguf(
     file: Path, folder: Path, dtype: WeightType = DEFAULT_TYPE, *, tokenizer: Path | None = None
 ) -> tuple[ModelFromGGUF, Callable[[], None]]:
-    """Write the model of a GGUF file (and of the parts beside it) to ``folder``, but for the numbers of its weights,
+    """Write the model of a GGUF file (and of the parts next to it) to ``folder``, but for the numbers of its weights,
     whose files have holes in their place; and what writes them.
 
     ``tokenizer``: the folder of another tokenizer than the file's. Raises ConfigError for whatever is not understood.

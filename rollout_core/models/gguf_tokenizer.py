@@ -23,7 +23,7 @@ _SPACE = "\u2581"
 _END_OF_PHI_3 = "<|end|>"
 """Ends a turn. Files do not say so, and llama.cpp knows it by its text; the template writes EOS behind it."""
 _MOST_CHARACTERS = 1000
-"""Of a word of SentencePiece, whose own limit is 16 unless it was told another; each is cut in every place."""
+"""Of a word of SentencePiece, whose own limit is 16 unless it was given another; each is cut in every place."""
 _INSTEAD = "give another tokenizer: --tokenizer, or model.tokenizer, a folder or a hub id"
 _OF_NO_TEXT = (
     *("token_type_count", "remove_extra_whitespaces", "mask_token_id", "seperator_token_id", "cls_token_id"),

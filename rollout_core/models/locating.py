@@ -633,7 +633,7 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
 
 
 def import_adapter(uri: str, objects: ObjectStore, base: Path) -> ContentId:
-    """File the adapter at ``uri``, without what else lies beside it. Raises ConfigError where there is none."""
+    """File the adapter at ``uri``, without what else lies next to it. Raises ConfigError where there is none."""
     with _opened(uri, base, objects, whole=True) as folder:
         if is_content_id(uri):
             return ContentId(uri)

@@ -82,7 +82,7 @@ class ChatMessage(BaseModel):
     weight: Literal[0, 1] | None = None
     """0: this turn of the assistant is not trained."""
     content: str | None = Field(default=None, validate_default=True)
-    """Text, given whole or in parts; None only beside tool calls."""
+    """Text, given whole or in parts; None only with tool calls."""
 
     @model_validator(mode="before")
     @classmethod

@@ -150,9 +150,9 @@ def _cast_file(source: Path, target: Path, dtype: str, stochastic: bool) -> None
             if stochastic and tensor.dtype == torch.float32 and cast.element_size() == 2:
                 _round_by_chance(tensor.flatten(), cast.flatten(), name)
         metadata = stored.metadata()
-    beside = target.with_name(f"{target.name}.new")
-    save_file(tensors, beside, metadata)
-    os.replace(beside, target)  # which may be what was read
+    temporary = target.with_name(f"{target.name}.new")
+    save_file(tensors, temporary, metadata)
+    os.replace(temporary, target)  # which may be what was read
 
 
 def _round_by_chance(numbers: Any, nearest: Any, name: str) -> None:

@@ -1,7 +1,7 @@
 """The one door to what transformers, peft and vLLM load from a model folder: configuration, weights and tokenizer.
 
 Whatever a folder holds or names, none of its code is run, and nobody is asked whether it should be: a library that is
-not told so asks on standard input. No other module calls these libraries' loading functions.
+not configured so asks on standard input. No other module calls these libraries' loading functions.
 
 Weights are read from safetensors files that are whole and hold every tensor the configuration asks for: transformers
 draws what is missing at random and continues; here that is an error, before any work and when a model is loaded.
@@ -118,7 +118,7 @@ def adapted(model: Any, folder: Path) -> Any:
 def refuse_own_code(folder: Path) -> None:
     """Raises ConfigError for a folder whose model or tokenizer is of a kind that only its own code knows.
 
-    Code that lies beside a model of a kind transformers knows does no harm: it is neither stored nor run.
+    Code that lies next to a model of a kind transformers knows does no harm: it is neither stored nor run.
     """
     for name in ("config.json", "tokenizer_config.json"):
         file = folder / name

@@ -60,7 +60,7 @@ class RemoteFiles:
     ``tmp/`` and are copied by the server.
     What is written arrives as it was sent: S3 compares each request with a checksum that its client sends, and what GCS
     says that it has is compared here; where that file is to replace another (`upload_beside`), it first has a name of
-    its own beside it.
+    its own next to it.
     """
 
     parallel = 8

@@ -1,5 +1,5 @@
 """What the object store asks of the place that holds its bytes, and what a fault of that place means to the user;
-hashing beside input and output; and what a ref's file says.
+hashing during input and output; and what a ref's file says.
 
 A *key* is a slash-separated path below the store's root, such as ``cas/ab/cd/abcd...``.
 

@@ -98,7 +98,7 @@ class GcReport(BaseModel):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a collection takes for live beside all refs, and what not."""
+    """What a collection takes for live in addition to all refs, and what not."""
 
     extra_roots: Collection[ContentId] = ()
     """Named elsewhere, such as in a database."""
@@ -136,7 +136,7 @@ def collect_garbage(
     While a ref or a reached record is damaged, what it named is unknown, so no blob and no note of a blob is deleted.
     The report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
 
-    Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours, or holds
+    Safe while writers run, as long as each names what it puts by a ref within ``min_age`` less six hours, or holds
     a `lease`: a put makes a blob young again, even when the bytes were there, and what is young spares what it names.
     An age of zero is for when nothing runs. A collection that is killed has deleted what it would have deleted first.
     """

@@ -9,7 +9,7 @@ state has them that somebody names.
 Giving up is names; deleting is `free`, which looks at every name that there is, as garbage collection does, and deletes
 what none of them reaches. Each thing that was given up leaves word below ``given-up/`` before its name goes, so a run
 that is killed in between leaves it to the next one. Files that somebody put again meanwhile, and has yet to name, are
-younger than the manifest beside which they were stored; these are left to housekeeping.
+younger than the manifest with which they were stored; these are left to housekeeping.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Fate = Literal["stays", "may go", "over"]
 """Of a run's name of a state: its run has ended well, or is none that gives anything up; is under way, or may be tried
-again; was killed, and goes on as another."""
+again; was killed, and continues as another."""
 
 
 def stand_on(

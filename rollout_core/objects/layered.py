@@ -145,10 +145,10 @@ def _ordered(
         neighbours, order = (above, range(1, len(rows))) if sweep % 2 == 0 else (below, range(len(rows) - 2, -1, -1))
         rows = [list(row) for row in rows]
         for number in order:
-            beside = rows[number - 1 if sweep % 2 == 0 else number + 1]
-            at = {place: index for index, place in enumerate(beside)}
+            neighbour_row = rows[number - 1 if sweep % 2 == 0 else number + 1]
+            at = {place: index for index, place in enumerate(neighbour_row)}
             # What hangs on nothing keeps its share of the row.
-            own = {place: index * len(beside) / len(rows[number]) for index, place in enumerate(rows[number])}
+            own = {place: index * len(neighbour_row) / len(rows[number]) for index, place in enumerate(rows[number])}
             means = {place: _mean([at[other] for other in neighbours.get(place, ())], own[place]) for place in own}
             rows[number].sort(key=means.__getitem__)
         crossings = _crossings(rows, below)

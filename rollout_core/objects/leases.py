@@ -29,7 +29,7 @@ RENEW_SECONDS = 600.0
 DEAD_AFTER_SECONDS = 86400.0
 """Long enough for a machine that was asleep or cut off for a night."""
 LONGEST_SECONDS = 30 * 86400.0
-"""A run that goes on for longer, such as a service, holds what it has used or made in the last so many seconds."""
+"""A run that lasts longer, such as a service, holds what it has used or made in the last so many seconds."""
 _MARGIN_SECONDS = TOUCH_AFTER_SECONDS + 60.0
 """A run may use what was renewed so long before it began, without renewing it again."""
 

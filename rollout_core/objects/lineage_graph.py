@@ -214,7 +214,7 @@ def as_svg(
 
 
 def _near_inputs(graph: LineageGraph) -> LineageGraph:
-    """``graph`` with inputs beside what takes them: one that many stages far from each other take is there more than
+    """``graph`` with inputs next to what takes them: one that many stages far from each other take is there more than
     once, so that no arrow runs along all of the image."""
     layers = layers_of((node.name for node in graph.nodes), graph.edges)
     users: dict[str, list[str]] = defaultdict(list)
@@ -252,7 +252,7 @@ def _number(value: float) -> str:
 
 
 def _line(way: Sequence[float], top: float, bottom: float) -> str:
-    """A smooth line from under a box to above another, straight down beside the boxes of layers between."""
+    """A smooth line from under a box to above another, straight down past the boxes of layers between."""
     step = BOX_HEIGHT if bottom > top else 0.0
     parts, y = [f"M{_number(way[0])} {_number(top)}"], top
     for number, (x, next_x) in enumerate(pairwise(way), 1):

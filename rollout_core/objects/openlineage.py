@@ -71,12 +71,12 @@ def _event(
 
 
 def _about_run(lineage: Lineage) -> dict[str, facets.RunFacet]:
-    told = {**lineage.inputs, **{f"arithmetic.{name}": value for name, value in lineage.arithmetic.items()}}
-    told |= {f"software.{name}": value for name, value in lineage.software.items()}
+    facts = {**lineage.inputs, **{f"arithmetic.{name}": value for name, value in lineage.arithmetic.items()}}
+    facts |= {f"software.{name}": value for name, value in lineage.software.items()}
     parameter = facets.execution_parameters_run.ExecutionParameter
     values = [
         parameter(name, name, value=value if isinstance(value, str) else json.dumps(value, sort_keys=True))
-        for name, value in told.items()
+        for name, value in facts.items()
     ]
     engine = facets.processing_engine_run.ProcessingEngineRunFacet(
         lineage.software.get(DISTRIBUTION, __version__), NAMESPACE

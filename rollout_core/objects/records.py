@@ -92,7 +92,7 @@ class PromptShards(Record):
 
 
 class ShardCompletions(Record):
-    """What became of the samples of one shard, in its order."""
+    """The outcome of the samples of one shard, in its order."""
 
     completions: BlobId
     """JSONL, a row a sample: id, token_ids, logprobs, text, finish_reason; error, where it failed."""
@@ -217,7 +217,7 @@ class AgentTasks(Record):
 
 
 class AgentRollouts(Record):
-    """What became of rollouts, frozen: their ended attempts with the content of their spans."""
+    """The outcome of rollouts, frozen: their ended attempts with the content of their spans."""
 
     rollouts: BlobId
     """A line of JSON each, see `rollout_core.agents.adapters.ended.EndedRollout`."""
@@ -275,7 +275,7 @@ class Checkpoint(Record):
     summary: dict[str, float]
     """The last figures, by the names practitioners know."""
     data_report: Annotated[ContentId | None, "blob"] = None
-    """JSON: what became of the rows of the data set, where there was one."""
+    """JSON: the rows of the data set by outcome, where there was one."""
     advantages: ContentId | None = None
     """`rollout_core.data.advantages` of what it learned from, where there are any. It is for people to look at: nothing
     stands on it, so that an update of an earlier version and the same one made again have the same outcome."""

@@ -186,8 +186,8 @@ class S3Files(RemoteFiles):
                 if is_renewed and _lacks_credentials(error):
                     raise _awaited(error) from error
                 if is_last or not _is_passing(error):
-                    told = translate_boto_error(error)
-                    raise told from (None if told is error else error)
+                    translated = translate_boto_error(error)
+                    raise translated from (None if translated is error else error)
             time.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")

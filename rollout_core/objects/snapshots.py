@@ -183,7 +183,7 @@ class SnapshotStore:
         """Write the snapshot's files to ``folder``, which appears whole and verified, or not at all.
 
         ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict. A snapshot
-        that was let go is MissingObject, and from then on does not count as one, so that its stage runs again.
+        that was pruned is MissingObject, and from then on does not count as one, so that its stage runs again.
         """
         snapshot = self._needed(snapshot_id)
         with appearing_folder(folder) as temporary:
@@ -215,7 +215,7 @@ class SnapshotStore:
 
     @contextmanager
     def _missed(self, snapshot_id: ContentId) -> Iterator[None]:
-        """Where a file of a snapshot is gone within the block, it does not count as let go either, so that its stage
+        """Where a file of a snapshot is gone within the block, it does not count as pruned either, so that its stage
         runs again."""
         try:
             yield
@@ -256,7 +256,7 @@ class SnapshotStore:
         if gone is not None:
             by = "housekeeping" if gone.run is None else "its run, which has a later one (run.keep_states)"
             raise NotFound(
-                f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was let go by "
+                f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was pruned by "
                 f"{by} on {gone.let_go_at:%Y-%m-%d}; `rollout reproduce` makes it again, `rollout snapshot list` has "
                 "those that are stored"
             )
@@ -344,7 +344,7 @@ class SnapshotStore:
             return False
 
     def counts(self, snapshot_id: ContentId) -> bool:
-        """Whether a result that names the snapshot is whole: it is present, or was let go."""
+        """Whether a result that names the snapshot is whole: it is present, or was pruned."""
         return self.is_present(snapshot_id) or self.was_let_go(snapshot_id) is not None
 
     def was_let_go(self, snapshot_id: ContentId) -> LetGo | None:

@@ -92,7 +92,7 @@ class ObjectStore:
         self.files = files
         """Where the bytes are; for this package's own use."""
         self.storage_options = dict(storage_options)
-        """What another process needs to build this store, beside the URL. May hold secrets."""
+        """What another process needs to build this store, in addition to the URL. May hold secrets."""
 
     @classmethod
     def from_url(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:

@@ -199,7 +199,7 @@ def _utf8(path: str) -> str:
 
 
 def read_file(path: Path) -> Iterator[bytes]:
-    """Bytes of a local file in chunks, told to whoever watches. Raises ConfigError if it cannot be read."""
+    """Bytes of a local file in chunks, reported to whoever watches. Raises ConfigError if it cannot be read."""
     amount = current_amount()
     with reading(path), open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -208,7 +208,7 @@ def read_file(path: Path) -> Iterator[bytes]:
 
 
 def expected(paths: Iterable[Path], *, passes: int = 1) -> list[Path]:
-    """The same, told to whoever watches as files that will be read so many times."""
+    """The same, reported to whoever watches as files that will be read so many times."""
     found = list(paths)
     current_amount().expect(passes * sum(path.stat().st_size for path in found if path.is_file()))
     return found
@@ -335,7 +335,7 @@ def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
 
 
 class FileBeside:
-    """A file under a temporary name beside ``path``, which it takes when it is whole and on disk."""
+    """A file under a temporary name next to ``path``, which it takes when it is whole and on disk."""
 
     def __init__(self, file: BinaryIO, flushing: Flushing, temporary: Path, path: Path) -> None:
         self._file = file
@@ -378,8 +378,8 @@ class FileBeside:
 def file_beside(path: Path) -> Iterator[FileBeside]:
     """A file to write that becomes ``path`` within the block, or is gone after it.
 
-    Its folder is made where it is missing, and is durable when the block has ended; what killed processes left beside
-    ``path`` is removed. Faults of the file are told as such; those of the block's own, as of what it reads, are left
+    Its folder is made where it is missing, and is durable when the block has ended; what killed processes left next to
+    ``path`` is removed. Faults of the file are raised as such; those of the block's own, as of what it reads, are left
     alone.
     """
 
@@ -411,7 +411,7 @@ def file_beside(path: Path) -> Iterator[FileBeside]:
 
 @contextmanager
 def appearing_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that takes its name when the block ends well.
+    """A temporary folder next to ``folder`` that takes its name when the block ends well.
 
     Raises Conflict if ``folder`` exists and is not empty.
     """

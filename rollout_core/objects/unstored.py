@@ -68,7 +68,7 @@ def hold_model(
     step: int,
     algorithm: str,
 ) -> ContentId:
-    """Have the model in the folder ``written`` in the cache, and store what it has beside its weights; where the cache
+    """Have the model in the folder ``written`` in the cache, and store what it has except its weights; where the cache
     does not take it, or it is stored already, store it whole. Returns its id."""
     model = objects.put_json(manifest)
     keep_local_tree(model, manifest, written, cache)

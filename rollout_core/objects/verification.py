@@ -2,7 +2,7 @@
 can be done about damage that was found.
 
 Checking changes nothing. Blobs are read as streams, several at once; in memory are the ids of blobs and the names of
-refs, and where there is damage, also which blob names which. Safe beside running flows: what appears meanwhile is
+refs, and where there is damage, also which blob names which. Safe while flows run: what appears meanwhile is
 looked for before it counts as missing, and what goes meanwhile is nobody's damage.
 
 Repair restores refs to records that name themselves from these. What else is damaged is moved to ``corrupt/``, where
@@ -270,7 +270,7 @@ CACHES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one damage."""
+    """The outcome of one damage."""
 
     text: str
     is_lost: bool = False

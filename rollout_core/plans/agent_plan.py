@@ -55,7 +55,7 @@ class AgentPlan(LearnerPlan):
         if self.has_chat_template is False:
             self.violations.append(
                 f"{what}: the model's tokenizer has no chat template, and agents talk in chats; give one as "
-                "chat_template beside its uri"
+                "chat_template in the same table as its uri"
             )
 
     def policy(self, what: str, settings: AgentGRPO | AgentPPO, backend: EngineConfig) -> None:

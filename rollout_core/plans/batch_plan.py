@@ -47,7 +47,7 @@ def plan_batch(
     """
     plan = Plan(base, connections, trusts_notes=not thorough)
     plan.places()
-    plan.no_resume(config.run, "a batch goes on by itself when it is started again; leave it out")
+    plan.no_resume(config.run, "a batch resumes by itself when it is started again; leave it out")
     plan.known_model("model", config.model)
     gated = [uri for uri in (config.model.uri, config.model.tokenizer) if uri and is_gated(uri)]
     if gated:

@@ -186,7 +186,7 @@ def _near_misses(needed: Sequence[str], found: Surroundings) -> Iterator[str]:
         elif needed == ("prompt",) and file.is_answered:
             yield (
                 f"the conversations of {file.path} end with the assistant's message; a prompt ends before the answer, "
-                'which may stand beside it as "answer"'
+                'which may be the key "answer" of its row'
             )
         elif needed == ("prompt",) and file.format == "alpaca":
             yield f'{columns}; --data {file.path} takes instruction and input as the prompt (format = "alpaca")'
@@ -420,7 +420,7 @@ _BODIES: dict[str, Callable[[str, Ingredients], Iterator[str]]] = {
     "nightly": _nightly,
 }
 
-_REWARD_HEAD = '''"""What a completion is worth. Edit `score`, and its test beside it: pytest rewards"""
+_REWARD_HEAD = '''"""What a completion is worth. Edit `score`, and its test in the same folder: pytest rewards"""
 
 from rollout_core.rewards import RewardInput
 

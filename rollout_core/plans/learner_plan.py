@@ -479,7 +479,7 @@ def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
 
 
 def _check_cut(folder: Path, settings: LearnerSettings) -> None:
-    """A model that is read beside the one that is trained can be cut as that one is."""
+    """A model that is read in addition to the trained one can be split as that one is."""
     if settings.parallel.cuts_matrices:
         _architecture().count_cut(folder, settings.parallel)
 
@@ -498,7 +498,7 @@ def plan_nightly(
     plan = _plan_of(config.run, base, connections, keep=keep)
     plan.places()
     _placement(plan, config)
-    plan.no_resume(config.run, "a nightly run goes on by itself when it is started again; leave it out")
+    plan.no_resume(config.run, "a nightly run resumes by itself when it is started again; leave it out")
     plan.known_model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)

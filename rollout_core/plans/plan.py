@@ -181,7 +181,7 @@ class Plan:
             self.facts["chat template"] = "; ".join(self._about_template)
 
     def _template(self, source: ModelSource, folder: Path, facts: ModelFacts) -> None:
-        """A template that the configuration gives writes a conversation, and where engines stop beside the model's
+        """A template that the configuration gives writes a conversation, and where engines stop besides the model's
         ends."""
         tokenizer = facts.tokenizer
         if source.changes_template:
@@ -286,7 +286,7 @@ class Plan:
         """The backend can do what is asked of it, with tokens that the model has; ``in_parts``: completions go on."""
         if in_parts and not isinstance(backend, VLLMBackend | TransformersBackend):
             self.violations.append(
-                f"{what}: partial_rollouts and backend {backend.kind!r}: a completion goes on from its very tokens, "
+                f"{what}: partial_rollouts and backend {backend.kind!r}: a completion continues from its very tokens, "
                 "which the engines 'vllm' and 'transformers' take; choose one of them"
             )
         self.violations += [f"{what}.{name}: {problem}" for name, problem in unsupported(params, backend)]

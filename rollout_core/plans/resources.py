@@ -1,8 +1,8 @@
-"""What training will take, an estimate of memory and disk beside what this machine has.
+"""What training will take, an estimate of memory and disk against what this machine has.
 
 Weights, gradients and optimizer state follow from the configuration. Activations are an estimate: what a layer with
 a gated MLP keeps of a token for the backward pass, 14 vectors of the hidden size and 4 of the MLP's, without attention
-matrices; half of it in half precision, a sixteenth with gradient checkpointing. Beside SFT passes measured on a CPU it
+matrices; half of it in half precision, a sixteenth with gradient checkpointing. Against SFT passes measured on a CPU it
 was 0.95 of the truth with rows of 26 to 256 tokens and 0.8 with 1,024. The engine of on-policy runs comes on top.
 
 Several processes of one CPU are counted together, for they share its memory; of several GPUs it is the fullest.
@@ -54,7 +54,7 @@ class Training:
     trained_models: int = 1
     """2 with a value model of its own."""
     frozen_models: int = 0
-    """Beside the trained ones at the same time, such as a reference."""
+    """In memory together with the trained ones, such as a reference."""
     frozen_bytes: int = 0
     """Of other frozen models, such as a teacher."""
     trained_parameters: int | None = None
@@ -69,7 +69,7 @@ class Training:
     cut_parameters: int = 0
     """With tensor parallelism, those of which each process has its part; each computes with all tokens."""
     rounded: bool = False
-    """What is computed with is bfloat16: of trained weights beside float32 ones."""
+    """What is computed with is bfloat16: of trained weights, which are also kept in float32."""
     offloaded: bool = False
     """Float32 weights, gradients and optimizer state are in the host's memory."""
 
@@ -93,7 +93,7 @@ class Memory:
 
 
 def _adapter_bytes(model: ModelSize, training: Training) -> int:
-    """Trained weights beside the model's own."""
+    """Trained weights in addition to the model's own."""
     return 0 if training.trained_parameters is None else training.trained_parameters * FLOAT32_BYTES
 
 
@@ -188,7 +188,7 @@ class Need:
 
 
 def memory_needs(model: ModelSize, training: Training) -> list[Need]:
-    """Memory of a run beside what there is."""
+    """Memory that a run needs, against what there is."""
     device = probe_device()
     needed, (available, total) = estimate_memory(model, training, device), device_memory()
     text = (
@@ -280,7 +280,7 @@ class Left:
 
 
 def left_behind(model: ModelSize, training: Training, states: States, before: Left, *, keeps_last: bool) -> Left:
-    """What an update leaves beside what was there before it. With ``keeps_last`` only the model that it began with is
+    """What an update adds to what was there before it. With ``keeps_last`` only the model that it began with is
     sure to stay. Not counted is its own model: it is part of its state, or the next update's to count."""
     state = state_bytes(model, training)
     most, apart = states.most * state, (states.models - 1) * model.weight_bytes
@@ -293,7 +293,7 @@ def disk_needs(
     model: ModelSize, training: Training, folder: Path | None, states: States, before: Left = Left()
 ) -> list[Need]:
     """Disk that an update takes in ``folder``, that of its object store if it has one, and for states that are not
-    stored, together with what those ``before`` it leave, beside what is free. A problem where what stays for certain
+    stored, together with what those ``before`` it leave, against what is free. A problem where what stays for certain
     does not fit."""
     needs = [] if folder is None else [_stored_need(model, training, folder, states, before)]
     return [*needs, _held_need(model, training, folder, states, before)] if states.held else needs
@@ -309,16 +309,16 @@ def _held_need(model: ModelSize, training: Training, folder: Path | None, states
         models = states.models * model.weight_bytes
         most, least = states.most * state + models + before.most, states.ends * state + models + before.certain
         free += states.stored.own
-        text += f", beside {readable(most)} of the object store"
+        text += f", plus {readable(most)} of the object store"
     text += f"; free {readable(free)}" + (" (may not fit)" if most + held > free else "")
     seconds = stop_seconds()
     text += (
         f"; a run that is stopped stores one within {seconds:g} s (ROLLOUT_STOP_SECONDS) where it writes "
         f"{readable(int(state / seconds))} a second, otherwise the next run computes it again"
     )
-    beside = f", beside {readable(least)} of the object store on the same disk" if least else ""
+    also = f", plus {readable(least)} of the object store on the same disk" if least else ""
     problem = (
-        f"{states.held} training states that are not stored (state_every) take {readable(held)}{beside}, but {place} "
+        f"{states.held} training states that are not stored (state_every) take {readable(held)}{also}, but {place} "
         f"has {readable(free)} free; make room, choose another TMPDIR or state_every = 1, or set ROLLOUT_DISK_CHECK=off"
     )
     certain = held
@@ -335,13 +335,13 @@ def _stored_need(model: ModelSize, training: Training, folder: Path, states: Sta
     named = "the model" if states.models == 1 else f"{states.models} models of {readable(model.weight_bytes)}"
     size = f"{readable(most)} for {states.most} training states of {readable(state)} and {named}"
     text = f"up to {size}" if states.more_by is None else f"{size}, and more as {states.more_by} asks for more states"
-    text += f", beside {readable(before.most)} of the updates before" if before.most else ""
+    text += f", plus {readable(before.most)} of the updates before" if before.most else ""
     text += f", of which {readable(states.stored.own)} are there" if states.stored.own else ""
     text += f"; free {readable(free)}" + (" (may not fit)" if most + before.most > free else "")
     kept = "a training state" if states.ends == 1 else f"{states.ends} training states"
-    beside = f", beside {readable(before.certain)} that the updates before it leave" if before.certain else ""
+    also = f", plus {readable(before.certain)} that the updates before it leave" if before.certain else ""
     problem = (
-        f"the model and {kept} take {readable(least)}{beside}, but the object store in {folder} has "
+        f"the model and {kept} take {readable(least)}{also}, but the object store in {folder} has "
         f"{readable(free)} free; make room (`rollout storage gc`), choose another place, or set ROLLOUT_DISK_CHECK=off"
     )
     certain = least + (before.certain if before.certain <= free else 0)  # otherwise an earlier problem says so

@@ -2,7 +2,7 @@
 
 An entry of the history is a blob in the object store, named by a ref of its own below ``promotions/of-RESOURCE/``. It
 is written before the resources are: killed in between, nothing is lost, the entry stands in the history though it is
-not in force, and who tries again finds it and goes on from there. Two who promote at once write two entries. Entries
+not in force, and who tries again finds it and continues from there. Two who promote at once write two entries. Entries
 keep alive, through garbage collection, the weights that one can go back to, and the evaluations that were the evidence.
 """
 
@@ -145,7 +145,7 @@ def _now(entries: Sequence[Entry]) -> datetime:
 async def served_model(store: LightningStore, objects: ObjectStore, resource: str) -> ContentId | None:
     """What the latest resources serve under this name; None: nothing, or a model that is no content id.
 
-    A database that knows no resource of this name, such as a new one beside an old object store, does not unmake what
+    A database that knows no resource of this name, such as a new one with an old object store, does not unmake what
     was promoted: then it is what the history made the latest last.
     """
     latest = await store.get_latest_resources()
@@ -211,7 +211,7 @@ async def change_latest(
 ) -> Entry | None:
     """Make a model the latest, and note it in the history before. None where it is the latest already.
 
-    Tried again after it was killed or the store was away, it goes on with the entry that it wrote. Raises LatestChanged
+    Tried again after it was killed or the store was away, it resumes with the entry that it wrote. Raises LatestChanged
     where something else than ``instead_of`` is served.
     """
     async with _alone(objects):
@@ -348,7 +348,7 @@ def model_to_promote(objects: ObjectStore, digits: str) -> ContentId:
         raise ConfigError(f"{model} is no model but a file; give the id of a model's folder, as `rollout lineage` does")
     names = {file.path for file in objects.manifest(model).files}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise ConfigError(f"{model} is no model: its folder has no config.json with *.safetensors beside it")
+        raise ConfigError(f"{model} is no model: its folder needs config.json and *.safetensors")
     if not objects.tree_is_present(model):
         raise NotFound(
             why_not_stored(objects, model)

@@ -73,7 +73,7 @@ class ModelHistory:
     updates: Sequence[Lineage] = field(default=())
     """The stages that trained, the first one first."""
     dtype: str | None = None
-    """Of the weights beside the card, where they are stored in another one."""
+    """Of the weights next to the card, where they are stored in another one."""
 
 
 def history_of_model(objects: ObjectStore, model: ContentId) -> ModelHistory:
@@ -137,7 +137,7 @@ def _evaluations(objects: ObjectStore, model: ContentId) -> Iterator[Evaluation]
 
 def model_card(history: ModelHistory, name: str, *, adapter_of: ContentId | None = None) -> str:
     """The text of a ``README.md`` as Hugging Face shows it, its figures from ``history``; ``adapter_of`` is the base of
-    one whose adapter alone is beside it."""
+    one whose adapter alone is next to it."""
     parts = [
         f"---\n{_front_matter(history, name, 'transformers' if adapter_of is None else 'peft')}\n---",
         f"# {name}",

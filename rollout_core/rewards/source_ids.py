@@ -151,7 +151,7 @@ def read_code(name: str, base: Path | None, *, what: str = "reward") -> UserCode
     directory). Raises ConfigError where there is none; ``what`` it is, for messages.
 
     Only the user's own code counts as imported: what lies in a folder of Python's search path outside its installation,
-    beside the file, or under ``base``. The standard library's names are its own. Imports that are computed at run time
+    next to the file, or under ``base``. The standard library's names are its own. Imports that are computed at run time
     are not seen; `rollout_core.rewards.user_code` refuses those of the user's own files.
     """
     folder = (base or Path()).resolve()
@@ -165,8 +165,8 @@ def read_code(name: str, base: Path | None, *, what: str = "reward") -> UserCode
     imported = {} if source.endswith(".py") else _parents(source, [folder, *folders])
     _add_imported(imported, (file, package), list(dict.fromkeys([*folders, root])))
     imported.pop(source, None)
-    beside = [str(file.path.parent)] if source.endswith(".py") else []
-    return UserCode(name, file, imported, tuple(dict.fromkeys([*beside, str(folder)])), what)
+    own_folder = [str(file.path.parent)] if source.endswith(".py") else []
+    return UserCode(name, file, imported, tuple(dict.fromkeys([*own_folder, str(folder)])), what)
 
 
 def _read(path: Path) -> bytes:

@@ -253,10 +253,10 @@ class SampleBrowser:
             raise NotFound(f"{of.label!r} has no sample {number} any more")
         return page.rows[0]
 
-    def ids(self, blob: ContentId, key: str = "id", *, beside: SampleFile | None = None) -> list[str]:
-        """What stands under ``key`` in each line of a file, in order; of samples, the ids of their rollouts. ``beside``
+    def ids(self, blob: ContentId, key: str = "id", *, needed_with: SampleFile | None = None) -> list[str]:
+        """What stands under ``key`` in each line of a file, in order; of samples, rollout ids. ``needed_with``
         are samples that the same page needs."""
-        in_use = () if beside is None else beside.blobs
+        in_use = () if needed_with is None else needed_with.blobs
         return self.read(
             blob, f"ids {key}", lambda data: [orjson.loads(line)[key] for line in data.splitlines()], in_use
         )
@@ -266,7 +266,7 @@ class SampleBrowser:
         scores = self._scores(of)
         if scores is None:
             return {}
-        pairs = zip(self.ids(of.completions, beside=of), scores.tolist(), strict=False)
+        pairs = zip(self.ids(of.completions, needed_with=of), scores.tolist(), strict=False)
         return {sample: score for sample, score in pairs if score == score}
 
     def _matches(self, of: SampleList, search: Search, start: int) -> Iterator[tuple[int, SampleView | None]]:

@@ -1,6 +1,6 @@
 """What an update made of a sample: the advantage of each of its tokens, as the update's loss had it.
 
-The update keeps them beside its figures. Nothing is computed here: where they are not known, it is said why.
+The update keeps them with its figures. Nothing is computed here: where they are not known, it is said why.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def learned_from(browser: SampleBrowser, detail: RunDetail, of: SampleList, view
     try:
         kept: _Kept = browser.read(ContentId(blob), "advantages", _read, file.blobs)
         if order != file.completions:
-            ids = browser.ids(order, beside=file)
+            ids = browser.ids(order, needed_with=file)
             if view.id not in ids:
                 return Learned(name, why="it was drawn, and is not among the completions that the update learned from")
             place = ids.index(view.id)

@@ -5,7 +5,7 @@ figures of the step under way. A ref below ``run-records/`` names the head, the 
 updates, and so keeps them. It does not keep models, samples or states: the detail is compressed, and garbage collection
 finds no ids in it. What a detail names may therefore be gone.
 
-A record describes; nothing is decided or computed by it, and a run that cannot write one goes on.
+A record describes; nothing is decided or computed by it, and a run that cannot write one continues.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Live(BaseModel):
 
 
 class RunDetail(BaseModel):
-    """What a page of one run shows beside its head."""
+    """What a page of one run shows below its head."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -216,7 +216,7 @@ class LightningStore(Queries):
         and never are in the queue.
 
         None stands in the place of a rollout that has had an attempt, be it of this call or of one at the same time;
-        that attempt goes on. Raises as ``enqueue_many_rollouts``. By default those with given ids are queued for a
+        that attempt continues. Raises as ``enqueue_many_rollouts``. By default those with given ids are queued for a
         moment.
         """
         self._needs("start_rollout", "start_many_rollouts")

@@ -265,7 +265,7 @@ def _task_unless_finalizing(loop: asyncio.AbstractEventLoop, work: Any, **option
 
 
 def refuse_finalizers(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the loop take no tasks from finalizers (``__del__``): for loops on threads beside those that run others'
+    """Let the loop take no tasks from finalizers (``__del__``): for loops on threads next to those that run others'
     code.
 
     Clients such as openai's, when they are collected without having been closed, close themselves by a task on the loop

@@ -222,7 +222,7 @@ class Queries:
     ) -> BrowsedPage[Rollout]:
         """Rollouts with their latest attempts, those stored last first, for people who look through millions of them.
 
-        Nothing is counted and nothing skipped: a page goes on after the rollout ``before``, wherever that is. ``text``
+        Nothing is counted and nothing skipped: a page starts after the rollout ``before``, wherever that is. ``text``
         is a part of the id, or of the input as JSON, case and all. A page ends with ``limit`` rollouts, or earlier,
         where it may have looked at ``within`` of them; ``next`` is what the next page is to have as ``before``.
 

@@ -59,7 +59,7 @@ class Sendable(Protocol):
 class Outgoing:
     """One artifact of the current run, as it is to be shown; made where the run's context is.
 
-    ``only``: a flow run has one of this key, which another try of the run goes on with.
+    ``only``: a flow run has one of this key, which another try of the run continues.
     """
 
     def __init__(self, artifact: Artifact, *, only: bool = False) -> None:
@@ -199,7 +199,7 @@ class ArtifactSender:
     def _note_away(self, error: Exception) -> None:
         if not self._pause:
             stage_logger().warning(
-                "the Prefect server does not answer (%s: %s); the run goes on, and what it shows there waits",
+                "the Prefect server does not answer (%s: %s); the run continues, and what it shows there waits",
                 type(error).__name__,
                 error,
             )

@@ -112,7 +112,7 @@ def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Ma
 
 
 class Page:
-    """A page of Markdown, the only one of its key in a flow run; what it shows is replaced while the run goes on."""
+    """A page of Markdown, the only one of its key in a flow run; what it shows is replaced while the run continues."""
 
     def __init__(self, key: str, markdown: str, description: str) -> None:
         artifact = MarkdownArtifact(key=key, markdown=markdown, description=description)

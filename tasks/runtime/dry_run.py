@@ -53,7 +53,7 @@ class RehearsedCall:
     state: CallState
     """``checked``: what is never cached, and rarely has to act."""
     step: int | None = None
-    """Where an interrupted update goes on."""
+    """Where an interrupted update resumes."""
 
 
 class StagesEnd(Exception):

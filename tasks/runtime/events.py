@@ -35,7 +35,7 @@ from tasks.runtime.journal import Learning, current_journal, stage_logger, title
 STDERR = "stderr"
 """In place of a file's name."""
 FREQUENT = frozenset({"work_start", "work_end", "train_step", "samples_done"})
-"""Topics that the server is not told: it is no place for thousands of them, and of stages it has its own task runs."""
+"""Topics that the server does not get: it is no place for thousands of them, and of stages it has its own task runs."""
 _ID, _NAME, _ROLE = "prefect.resource.id", "prefect.resource.name", "prefect.resource.role"
 
 
@@ -126,7 +126,7 @@ class WorkerLost(_Event):
 
 
 class TrainStart(_Event):
-    """A learner begins, or goes on from a snapshot."""
+    """A learner begins, or resumes from a snapshot."""
 
     topic: Literal["train_start"] = "train_start"
     algorithm: str
@@ -222,7 +222,7 @@ EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 """Reads a line: ``EVENT.validate_json(line)``."""
 
 _told: set[str] = set()
-"""Places that could not be written, each told once."""
+"""Places that could not be written, each reported once."""
 
 
 def emit(event: _Event) -> None:

@@ -4,7 +4,7 @@ storage lost.
 A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
 cached. So running the flow's body again computes exactly that, and what follows from it.
 
-A worker's run that is told to stop gives itself back to the server, for the next worker that has time.
+A worker's run that is asked to stop gives itself back to the server, for the next worker that has time.
 
 And Prefect's log lines in a terminal: where they go, and what they leave out.
 """
@@ -189,7 +189,7 @@ def _interruption_behind(error: BaseException) -> BaseException:
 
 
 def _gives_itself_back(run_id: UUID) -> bool:
-    """Have this run, which was told to stop, started again; False where it is not, as when it is cancelled."""
+    """Have this run, which was asked to stop, started again; False where it is not, as when it is cancelled."""
     try:
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(run_id)

@@ -4,7 +4,7 @@ one trains; and training states, of which not each is stored.
 Which weights draw the samples of which iteration follows from the settings alone, never from what was faster, so a run
 that is killed and tried again asks for the same samples and comes to the same bytes.
 
-A state is held in temporary files of this machine until the iteration that goes on from it has read it, which so is
+A state is held in temporary files of this machine until the iteration that continues from it has read it, which so is
 spared fetching it; one that is not stored until that iteration has ended. A model that is not stored is in its cache.
 Where one is needed and gone, as after a kill, the iterations since the last state that is there are computed again,
 from the same samples, and must come to what they came to before.

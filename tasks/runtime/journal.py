@@ -105,7 +105,7 @@ class StageTotals:
 
     @property
     def seconds(self) -> float:
-        """How long at least one was computed: shards are computed beside each other."""
+        """How long at least one was computed: shards are computed at the same time."""
         return self._seconds + sum(last - first for first, last in self._periods)
 
 

@@ -1,5 +1,5 @@
 """What a run keeps of its training states and of the models between its first and its last: the last state, from which
-it goes on, and what somebody has named. The others are given up once a later one is stored, and deleted at once.
+it continues, and what somebody has named. The others are given up once a later one is stored, and deleted at once.
 
 A state counts as stored once the result of its stage is there, so a run that is killed at any moment finds the one
 before or the later one. What was given up still counts for the results that name it.
@@ -36,7 +36,7 @@ P = ParamSpec("P")
 
 _PAUSE_PER_SECOND = 10.0
 """Deleting looks at every name of the storage; so many times as long as that took it is left alone, and done at the
-end, so that a run beside a large storage does not spend its time on it."""
+end, so that a run with a large storage does not spend its time on it."""
 
 
 class Keeping:
@@ -88,7 +88,7 @@ class Keeping:
         return True
 
     def _fate(self, record: Snapshot) -> Fate:
-        """A try of this run that did not come to its end is what goes on now."""
+        """A try of this run that did not come to its end is what continues now."""
         try:
             head = RunRecords(objects()).find(record.run_id)
         except NotFound:

@@ -4,7 +4,7 @@ others take its result.
 The lease is named by the stage's key. A thread renews it; whoever finds it taken by another is interrupted and writes
 neither result nor progress. That spares double work and no more: results are named by their inputs, so one that is
 computed twice is as good as one that is computed once. So a database that does not answer stops nothing: after
-`AWAY_SECONDS` the stage begins, goes on or writes its result without it, and says so in its log. One that refuses keeps
+`AWAY_SECONDS` the stage begins, continues or writes its result without it, and logs it. One that refuses keeps
 a stage from beginning, and stops none that has begun.
 """
 
@@ -65,7 +65,7 @@ def alone(key: ContentId, stage: str) -> Iterator[Callable[[], None]]:
     def on_wait() -> None:
         stage_logger().info("another process is computing %s on the same inputs; waiting for its result", stage)
 
-    # Let go of by the system when its holder dies, where a lease has to run out.
+    # Released by the system when its holder dies, where a lease has to run out.
     with exclusive(connections.lock_folder() / f"{key}.lock", on_wait=on_wait):
         yield lambda: raise_if_abandoned(what)
 
@@ -135,12 +135,12 @@ class _Keeper:
             raise Stopped(f"what stage {self._stage} made is not written: its lease is another's")
 
     def end(self) -> None:
-        """Let go of the lease, from any thread; does not wait for that."""
+        """Release the lease, from any thread; does not wait for that."""
         with suppress(RuntimeError):  # the loop is closed: it has ended
             self._loop.call_soon_threadsafe(self._ended.set)
 
     def wait_until_released(self) -> None:
-        """For no longer than the database may take to answer; a lease that is not let go of runs out."""
+        """For no longer than the database may take to answer; a lease that is not released runs out."""
         wait([self._done], timeout=AWAY_SECONDS)
 
     async def _keep(self) -> None:
@@ -207,7 +207,7 @@ class _Keeper:
         if not self._is_away:
             self._is_away = True
             self._log.warning(
-                "the database does not answer (%s); stage %s goes on, and another machine may do the same work",
+                "the database does not answer (%s); stage %s continues, and another machine may do the same work",
                 str(error) or "it takes too long", self._stage,
                 exc_info=None if isinstance(error, RolloutError | TimeoutError) else error,
             )  # fmt: skip

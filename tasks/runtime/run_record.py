@@ -1,4 +1,4 @@
-"""Keeps the record of a flow run while it goes on: at its beginning, now and then, and at its end; and records one that
+"""Keeps the record of a flow run while it lasts: at its beginning, now and then, and at its end; and records one that
 ends before that, as its parameters or its plan are refused."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHARE = 0.01
 END_SECONDS = 30.0
 """For the last record."""
 STOP_SECONDS = 3.0
-"""For the last record of a run that was told to stop."""
+"""For the last record of a run that was asked to stop."""
 WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
 """Environment variable by which a Prefect worker names the run to the process that it starts."""
 _LEARNERS = ("algorithm", "sft", "rm", "ppo", "grpo", "dpo")
@@ -59,7 +59,7 @@ _KEPT: set[str] = set()
 
 
 class Recorder:
-    """The record of one flow run. It never fails the run: a record that cannot be written is told once.
+    """The record of one flow run. It never fails the run: a record that cannot be written is logged once.
 
     One thread writes all of it, the last record included, so that none comes after the last.
     """
@@ -194,7 +194,7 @@ class Recorder:
 def record_refusal(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook of flows for runs that fail: one of a worker that was refused before its record began is recorded.
 
-    A command's run is not: who started it is told, and a refused command writes nothing.
+    A command's run is not: who started it sees it, and a refused command writes nothing.
     """
     if str(flow_run.id) in _KEPT or WORKERS_RUN not in os.environ:
         return
@@ -205,7 +205,7 @@ def record_refusal(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -
 
 
 def record_refused(flow: str, flow_run: FlowRun, message: str) -> None:
-    """Record a run of a flow as failed with what its state's ``message`` says, beside what an earlier try recorded."""
+    """Record a run of a flow as failed with what its state's ``message`` says, besides what an earlier try recorded."""
     records, now, run = RunRecords(objects()), datetime.now(UTC), str(flow_run.id)
     line = failure_line(message)
     with suppress(NotFound):

@@ -54,7 +54,7 @@ def skipped_for_newer() -> State[None] | None:
     try:
         newer = _newer_run(run)
     except httpx.HTTPError as error:
-        stage_logger().warning("whether a newer run is due is not known, so this one goes on: %s", error)
+        stage_logger().warning("whether a newer run is due is not known, so this one continues: %s", error)
         return None
     if newer is None:
         return None
@@ -92,7 +92,7 @@ def hold_place(
     """Renew the lease of a run's place among those of its deployment, until the end of the block.
 
     Takes the place of Prefect's own, which ends a run whose lease cannot be renewed: by an outage of more than 75 s, or
-    one of any length where leases are in the server's memory. Here a run goes on; should another one start meanwhile,
+    one of any length where leases are in the server's memory. Here a run continues; should another one start meanwhile,
     both compute the same stages under the same keys, with one result.
     """
     ended = threading.Event()
@@ -115,7 +115,7 @@ def _renew(lease_id: UUID, lease_duration: float, ended: threading.Event) -> Non
             pause = lease_duration / RENEWALS
         except PrefectHTTPStatusError as error:
             if error.response.status_code == httpx.codes.GONE:
-                stage_logger().warning("the run has lost its place among those of its deployment; it goes on")
+                stage_logger().warning("the run has lost its place among those of its deployment; it continues")
                 return
             pause = RETRY_SECONDS
         except httpx.HTTPError:

@@ -118,7 +118,7 @@ def update_automations_without_waiting() -> None:
         except RuntimeError:
             wait(coroutine)
             return
-        updates.add(task)  # the loop itself would let go of it
+        updates.add(task)  # the loop itself would drop it
         task.add_done_callback(updates.discard)
 
     automations.run_coro_as_sync = update

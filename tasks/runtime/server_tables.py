@@ -97,7 +97,7 @@ def _copy(kept: Path, database: Path) -> bool:
 
 @contextmanager
 def _put_at(place: Path) -> Iterator[Path]:
-    """A file beside ``place``, which has that name once the block has written it, whole also after a power cut."""
+    """A file next to ``place``, which has that name once the block has written it, whole also after a power cut."""
     made = place.with_name(f"{place.name}.{os.getpid()}.new")
     made.unlink(missing_ok=True)
     try:

@@ -61,7 +61,7 @@ RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
 REFRESH, TIMEOUT, MAKERS = "refresh_name", "timeout_seconds", "made_by"
-"""Arguments of every task beside those of its stage, which other processes have to know too; in no key. The last one:
+"""Arguments of every task besides those of its stage, which other processes have to know too; in no key. The last one:
 of ids among the inputs the keys of the calls of this run that gave them."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
@@ -257,8 +257,8 @@ class Stage(Generic[P, R]):
 
         ``context`` is Prefect's, of the flow run. The same call may have run elsewhere until its process died.
         """
-        call, beside = _parted(inputs)
-        with refreshing(beside[REFRESH]):
+        call, options = _parted(inputs)
+        with refreshing(options[REFRESH]):
             prepared = self._prepare(call)
         state = run_task_sync(
             prepared, task_run_id=task_run_id, parameters=inputs, return_type="state", context=context
@@ -327,8 +327,8 @@ class Stage(Generic[P, R]):
         return dict(bound.arguments)
 
     def _prefect_key(self, context: TaskRunContext, inputs: dict[str, Any]) -> str:
-        call, beside = _parted(inputs)
-        with refreshing(beside[REFRESH]):
+        call, options = _parted(inputs)
+        with refreshing(options[REFRESH]):
             return self.key(call)
 
     def _task_run_name(self, parameters: dict[str, Any]) -> str:
@@ -340,16 +340,16 @@ class Stage(Generic[P, R]):
 
         @functools.wraps(self._function)
         def run(**inputs: Any) -> dict[str, Any]:
-            call, beside = _parted(inputs)
-            with refreshing(beside[REFRESH]):
-                return self._run(call, beside).model_dump(mode="json")
+            call, options = _parted(inputs)
+            with refreshing(options[REFRESH]):
+                return self._run(call, options).model_dump(mode="json")
 
-        beside = {REFRESH: str | None, TIMEOUT: float | None, MAKERS: dict[str, str]}
+        options = {REFRESH: str | None, TIMEOUT: float | None, MAKERS: dict[str, str]}
         parameters = list(self._signature.parameters.values())
-        parameters += [inspect.Parameter(name, _BY_NAME, annotation=kind) for name, kind in beside.items()]
+        parameters += [inspect.Parameter(name, _BY_NAME, annotation=kind) for name, kind in options.items()]
         signature = inspect.Signature([parameter.replace(kind=_BY_NAME) for parameter in parameters])
         run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-        run.__annotations__ = {**self._function.__annotations__, **beside, "return": dict}
+        run.__annotations__ = {**self._function.__annotations__, **options, "return": dict}
         return run
 
     def _beside(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -357,7 +357,7 @@ class Stage(Generic[P, R]):
         makers = {} if journal is None else journal.makers_for(named_in(identity(spread_arguments(inputs))))
         return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.time), MAKERS: makers}
 
-    def _run(self, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
+    def _run(self, inputs: dict[str, Any], options: Mapping[str, Any]) -> R:
         context = TaskRunContext.get()
         assert context is not None, "a stage's function runs inside its Prefect task"
         storage = connections.result_storage()
@@ -365,7 +365,7 @@ class Stage(Generic[P, R]):
         token = _current_run.set(run)
         compute = self._compute_once if self.cached else self._compute_in_time
         try:
-            return run_interruptibly(lambda: compute(run, inputs, beside), stop_signal)
+            return run_interruptibly(lambda: compute(run, inputs, options), stop_signal)
         finally:
             _current_run.reset(token)
 
@@ -384,7 +384,7 @@ class Stage(Generic[P, R]):
             record = None if _computes_again.get() else self._stored(run.storage, run.key)
             if record is None:
                 record = self._compute(run, inputs)
-                self._store(run, inputs, record, beside[MAKERS])
+                self._store(run, inputs, record, options[MAKERS])
             run.objects.delete_ref(progress_ref(run.key))
             return record
 
@@ -501,7 +501,7 @@ class Stage(Generic[P, R]):
 
 
 def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a stage, and those that every task has beside them."""
+    """The arguments of a stage, and the options of every task."""
     call = dict(inputs)
     # A flow's process of an earlier version, which is still at work, gives no makers.
     return call, {MAKERS: {}} | {name: call.pop(name) for name in (REFRESH, TIMEOUT, MAKERS) if name in call}

@@ -57,7 +57,7 @@ class RunSummary:
         self._tell(self.state)
 
     def fail(self, error: BaseException) -> None:
-        """The run ends with an error, or because it was told to."""
+        """The run ends with an error, or because it was asked to."""
         journal = self.journals[-1] if self.journals else Journal()
         last = journal.entries[-1] if journal.entries else None
         where = (
@@ -131,7 +131,7 @@ class Costs:
         """Of a run under way no GPUs are counted: torch, which knows them, is not imported in its midst."""
         self._prices = config.cost
         self.calls: dict[str, dict[str, int]] = {}
-        """Calls of each stage, by what became of them."""
+        """Calls of each stage, by outcome."""
         self.seconds: dict[str, float] = {}
         """Of each stage, in which at least one call was computed."""
         # Copied at once: stages of other threads add to it.

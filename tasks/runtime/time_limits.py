@@ -1,6 +1,6 @@
 """How long one try of a stage may take, by what the stage does; a stage whose time is up is asked to keep what it has.
 
-What it stored is found by the next try, which goes on from there: a learner from the snapshot of the step that it was
+What it stored is found by the next try, which continues from there: a learner from the snapshot of the step that it was
 in, samples from those that are finished.
 """
 

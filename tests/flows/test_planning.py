@@ -212,7 +212,7 @@ def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: 
         assert made[64].isdisjoint(made[65]), "a call that is too long for one is answered with the other"
     else:
         assert not calls and found["stages_follow"]
-        assert "time:        not known: stages follow" in shown and "what live agents do" in shown
+        assert "time:        not known: later stages" in shown and "what live agents do" in shown
 
 
 def test_a_placed_run_is_planned_by_what_its_workers_offer(folder: Path):

@@ -291,7 +291,7 @@ def test_a_worker_that_drains_takes_no_run_and_hands_back_what_does_not_heed_it(
             machine.wait(run, "Running")
         time.sleep(1.0)
         worker.send_signal(signal.SIGTERM)
-        wait_for(lambda: "takes no run more" in log.read_text(), "the drain")
+        wait_for(lambda: "the worker is draining" in log.read_text(), "the drain")
         after = machine.start_run("ends-at-once")
         time.sleep(6.0)
         assert worker.poll() is None, "it waits for its runs"

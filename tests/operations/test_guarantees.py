@@ -86,5 +86,5 @@ def test_a_database_that_goes_away_stops_nothing(prefect_server: str, monkeypatc
     finally:
         postgres.close()
     said = caplog.text
-    assert "stage persist goes on, and another machine may do the same work" in said
+    assert "stage persist continues, and another machine may do the same work" in said
     assert "so persist is computed without a lease" in said

@@ -88,12 +88,12 @@ def test_what_earlier_updates_leave_counts_for_the_later_ones(work: Path, monkey
     monkeypatch.setattr(resources, "free_disk", lambda folder: together)
     told = plan("nightly", work, **changes)["resources"]
     beside = state if keep == "all" else sizes["sft"]
-    assert f" beside {resources.readable(beside)} of the updates before" in told["ppo disk (estimate)"]
+    assert f" plus {resources.readable(beside)} of the updates before" in told["ppo disk (estimate)"]
     assert ("(may not fit)" in told["ppo disk (estimate)"]) == (keep == "last")
     monkeypatch.setattr(resources, "free_disk", lambda folder: together - 1)
     refused = refusal("nightly", work, **changes)
     assert refused.startswith("ppo: the model and a training state take ")
-    assert f"beside {resources.readable(left)} that the updates before it leave" in refused
+    assert f"plus {resources.readable(left)} that the updates before it leave" in refused
 
 
 @pytest.mark.parametrize("night", ["small", "another"])
@@ -185,7 +185,7 @@ def test_states_that_are_not_stored_need_room_for_two_beside_what_is_stored_on_t
     [need] = needs(0, 23, same=True, folder=None)  # a bucket
     assert need.problem is not None and " take 24.0 MiB, but " in need.problem and "TMPDIR" in need.problem
     _, need = needs(80, 80, same=True)
-    assert f"24.0 MiB in {place} (TMPDIR) for 2 training states that are not stored, beside 64.0 MiB of" in need.text
+    assert f"24.0 MiB in {place} (TMPDIR) for 2 training states that are not stored, plus 64.0 MiB of" in need.text
     assert "; free 80.0 MiB (may not fit); " in need.text
     assert "within 10 s (ROLLOUT_STOP_SECONDS) where it writes 1.2 MiB a second" in need.text
     monkeypatch.setenv("ROLLOUT_DISK_CHECK", "off")
@@ -570,7 +570,7 @@ def test_completions_in_parts_are_told_and_refused_where_an_engine_does_not_go_o
     assert told == "10 tokens of a completion in an iteration, so that it takes up to 3"
     backend = {"kind": "scripted", "text": "1 2"}
     message = refusal("train-ppo", work, backend=backend, **cut)
-    assert message.startswith("algorithm.sampling: partial_rollouts and backend 'scripted': a completion goes on from")
+    assert message.startswith("algorithm.sampling: partial_rollouts and backend 'scripted': a completion continues from")
     assert "context of" in refusal("train-ppo", work, backend__max_model_len=20, **cut), "whole completions have room"
 
 

@@ -210,8 +210,8 @@ def test_what_a_backend_can_do_is_planned(work: Path):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("infer-batch", "run.resume: a batch goes on by itself when it is started again; leave it out"),
-        ("nightly", "run.resume: a nightly run goes on by itself when it is started again; leave it out"),
+        ("infer-batch", "run.resume: a batch resumes by itself when it is started again; leave it out"),
+        ("nightly", "run.resume: a nightly run resumes by itself when it is started again; leave it out"),
     ],
 )
 def test_a_snapshot_to_start_from_is_refused_where_none_is_started_from(work: Path, kind: str, expected: str):

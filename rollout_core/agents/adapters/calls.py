@@ -1,7 +1,7 @@
 """LLM calls as spans record them: token ids, log-probabilities and endings.
 
 Spans of our proxy (``semconv.LLM_CALL``) are read, those of tracers (``prompt_token_ids``, ``response_token_ids`` and
-``logprobs.content`` beside OpenTelemetry's ``gen_ai.*``), of Weave (below ``agentlightning.operation``) and of LiteLLM
+``logprobs.content`` next to OpenTelemetry's ``gen_ai.*``), of Weave (below ``agentlightning.operation``) and of LiteLLM
 in front of vLLM (``llm.hosted_vllm.*``, partly text in Python's syntax).
 """
 

@@ -107,7 +107,7 @@ def image_urls(content: Any) -> list[str]:
 
 
 def _entries(content: Any) -> list[Any]:
-    """The numbered entries, which may stand beside others, as those of content filters do."""
+    """The numbered entries, which may stand among others, as those of content filters do."""
     if isinstance(content, Mapping):
         numbers = sorted((key for key in content if isinstance(key, str) and key.isdigit()), key=int)
         return [content[key] for key in numbers] or [content]

@@ -1,6 +1,6 @@
-"""What became of rollouts, frozen: which attempt ended each, and the content of its spans.
+"""The outcome of rollouts, frozen: which attempt ended each, and the content of its spans.
 
-A store goes on changing: another attempt may start, a late span may come. What is learnt from, and what a cached stage
+A store keeps changing: another attempt may start, a late span may come. What is learnt from, and what a cached stage
 returned, must be the same spans, so they are named here with a digest and compared when they are read again.
 """
 
@@ -99,7 +99,7 @@ def _digest(spans: Sequence[Span]) -> ContentId | None:
 async def look_up(
     store: LightningStore, objects: ObjectStore, rollout_ids: Sequence[str], model: ContentId
 ) -> AgentRollouts:
-    """What became of these rollouts, filed. One that the store does not know has the status ``unknown``."""
+    """The outcome of these rollouts, filed. One that the store does not know has the status ``unknown``."""
     ended = [
         EndedRollout(rollout_id, "unknown") if rollout is None else freeze(rollout, spans)
         async for rollout_id, rollout, spans in read_rollouts(store, rollout_ids)

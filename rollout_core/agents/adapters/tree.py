@@ -119,7 +119,7 @@ class TraceTree:
         """Move each top-level span under the tightest one that contains it in time; top-level are the children of the
         first node that has several.
 
-        Some frameworks are traced by several systems, and the spans of one float beside the agent of the other. Of
+        Some frameworks are traced by several systems, and the spans of one float next to the agent of the other. Of
         equal containers the innermost is taken. Spans with a name that ``leaf_match`` (a regular expression) finds
         contain nothing but what they came with: one of two concurrent LLM calls may well cover the other.
         """

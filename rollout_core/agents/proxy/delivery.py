@@ -297,7 +297,7 @@ async def _flush(resource: ProxyLLM, rollout: AttemptedRollout, began: float, pa
     llm = resource.with_attempted_rollout(rollout)
     try:
         asking = partial(_request, "POST", llm.endpoint + FLUSH, llm, FLUSH_SECONDS + 5)
-        status, body = await retried(asking, patience if was_seen else 0.0, whom="The LLM proxy")
+        status, body = await retried(asking, patience if was_seen else 0.0, name="The LLM proxy")
     except AWAY as error:
         if was_seen:
             raise Recoverable("the LLM proxy is no longer there, so calls of the attempt may be lost") from None

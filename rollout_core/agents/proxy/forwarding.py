@@ -101,7 +101,7 @@ class Exchange:
             raise Failed(502, f"the upstream went away in the middle of its answer ({type(error).__name__})") from error
 
     def close(self) -> None:
-        """Let go of the upstream. If it is still writing, it sees that nobody listens."""
+        """Release the upstream. If it is still writing, it sees that nobody listens."""
         if not self._response.content.at_eof():
             self._response.close()
         self._response.release()

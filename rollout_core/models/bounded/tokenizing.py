@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers at work under limits: many conversations or texts at once, and what became of each."""
+"""Chat templates and tokenizers at work under limits: many conversations or texts at once, and the outcome of each."""
 
 from __future__ import annotations
 

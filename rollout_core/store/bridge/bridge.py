@@ -134,22 +134,22 @@ class Bridge:
             await asyncio.gather(asking, stopping, return_exceptions=True)
 
     async def _ask_both(self, end: float) -> str:
-        told = await self._persistently(self._queue.name, self._queue.look, end)
+        about_queue = await self._persistently(self._queue.name, self._queue.look, end)
         await self._persistently("the store", self._ask_store, end)
-        return told
+        return about_queue
 
     async def run(self) -> Tally:
         """Until `stop`. Raises ConfigError when queue or store refuse what only people can mend."""
-        beside = [asyncio.create_task(self._renew()), asyncio.create_task(self._tell())]
+        helpers = [asyncio.create_task(self._renew()), asyncio.create_task(self._tell())]
         carriers = [asyncio.create_task(self._carry()) for _ in range(CARRIERS)]
         try:
             await asyncio.gather(*carriers)
         finally:
             self._stop.set()
-            for task in beside:
+            for task in helpers:
                 task.cancel()
             # A carrier that failed leaves the others time to end what they are at.
-            await asyncio.gather(*carriers, *beside, return_exceptions=True)
+            await asyncio.gather(*carriers, *helpers, return_exceptions=True)
             await self._give_back()
         return self.tally
 
@@ -251,7 +251,7 @@ class Bridge:
                 log.warning("%d messages come again when their lease ends: %s", len(held), error)
         self._held.clear()
 
-    # Beside that
+    # Meanwhile
 
     async def _renew(self) -> None:
         """Renew the leases of what is held, long before they end."""
@@ -272,12 +272,12 @@ class Bridge:
                 log.warning("the lease of message %s was lost; it comes again, as the same rollout", message.id)
 
     async def _tell(self) -> None:
-        told = str(self.tally)
+        logged = str(self.tally)
         while True:
             await asyncio.sleep(TOLD_SECONDS)
-            if str(self.tally) != told:
-                told = str(self.tally)
-                log.info("%s so far", told)
+            if str(self.tally) != logged:
+                logged = str(self.tally)
+                log.info("%s so far", logged)
 
     async def _persistently(self, what: str, call: Callable[[], Awaitable[T]], end: float = math.inf) -> T:
         """Call until it succeeds, with growing pauses after passing faults. Raises Stopped in place of a further pause

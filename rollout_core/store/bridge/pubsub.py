@@ -104,7 +104,7 @@ class PubSubQueue(CloudQueue):
             self._session = None
 
     async def _in_batches(self, method: str, messages: Sequence[Message], more: dict[str, Any]) -> list[Message]:
-        """Call for many at a time. Receipts that no longer hold are told by subscriptions with exactly-once delivery
+        """Call for many at a time. Lost receipts are reported by subscriptions with exactly-once delivery
         only, for the whole call."""
         lost: list[Message] = []
         for start in range(0, len(messages), MOST_HANDLES):

@@ -62,5 +62,5 @@ class CloudQueue(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         ...

@@ -95,8 +95,8 @@ class SQSQueue(CloudQueue):
         more: dict[str, Any] = {}
         if self.settings.dead_letter.endswith(".fifo"):
             more = {"MessageGroupId": "refused", "MessageDeduplicationId": message.id}
-        told = {"reason": reason, "message_id": message.id}
-        attributes = {name: {"DataType": "String", "StringValue": value} for name, value in told.items()}
+        attached = {"reason": reason, "message_id": message.id}
+        attributes = {name: {"DataType": "String", "StringValue": value} for name, value in attached.items()}
         try:
             with self._faults("send a refused message of", self.settings.dead_letter):
                 client = await self._opened()

@@ -112,7 +112,7 @@ async def read_large(read: Callable[[bytes], Any], lists: Container[str], data: 
         return _validated(read, data[:end] if _skip_space(data, end) == len(data) else data[: end + 1], 0)
     head, tail = data[: long_list.start] + b"[", b"]" + data[long_list.end :].rstrip(_SPACE)
     if len(head) + len(tail) > LOOP_BYTES:
-        raise TooLarge(f"the body has more than {LOOP_BYTES} bytes beside its list {long_list.key!r:.80}")
+        raise TooLarge(f"the body has more than {LOOP_BYTES} bytes besides its list {long_list.key!r:.80}")
     whole: BaseModel | None = None
     records: list[Any] = []
     for start, end in long_list.parts:

@@ -49,7 +49,7 @@ LINGER_SECONDS = 1.0
 
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits to the header: half a request holds a connection only so long, and a header that
-    goes on and on is refused (431) before it fills the memory."""
+    does not end is refused (431) before it fills the memory."""
 
     _waiting: asyncio.TimerHandle | None = None
     _bytes_without_progress = 0
@@ -135,7 +135,7 @@ IDLE_SECONDS = 75
 BACKLOG = 2048
 """Most connections that wait to be let in."""
 GRACE_SECONDS = 5
-"""How long a server that is told to stop lets requests finish."""
+"""How long a server that is asked to stop lets requests finish."""
 
 
 def is_loopback(host: str) -> bool:

@@ -209,13 +209,13 @@ def create_worker_app() -> ASGIApp:
 
 
 def with_pages(app: ASGIApp, store: LightningStore, settings: ServeSettings) -> ASGIApp:
-    """``app``, beside which the pages that ``settings`` name are shown; they stand before all that is the store's own:
+    """``app``, together with the pages that ``settings`` name; they stand before all that is the store's own:
     origins that may use the store may not read pages."""
     if settings.pages is None:
         return app
     pages = import_from_string(settings.pages)(store, settings.app_settings().api_key)
 
-    async def beside(scope: Scope, receive: Receive, send: Send) -> None:
+    async def with_own_pages(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not (scope["path"] + "/").startswith(f"{PAGES_PATH}/"):
             await app(scope, receive, send)
         elif scope["path"] == PAGES_PATH:
@@ -223,4 +223,4 @@ def with_pages(app: ASGIApp, store: LightningStore, settings: ServeSettings) -> 
         else:
             await pages({**scope, "root_path": PAGES_PATH}, receive, send)
 
-    return beside
+    return with_own_pages

@@ -273,6 +273,6 @@ class _InProcesses(_Running):
 
 
 def _serve_copy(store: LightningStore, settings: AppSettings, listener: socket.socket, parent_pid: int) -> None:
-    """What a worker process does until it is told to stop, or is left alone."""
+    """What a worker process does until it is asked to stop, or its parent is gone."""
     app = create_app(store, settings, lifespan=lambda _: serving(store, parent_pid))
     MainServer(uvicorn_config(app)).run(sockets=[listener])

@@ -77,13 +77,13 @@ class EnqueueRequest(BaseModel):
 
 
 class StartManyRequest(EnqueueRequest):
-    """Rollouts to be started, and for whom."""
+    """Rollouts to be started, and the worker that runs them."""
 
     worker_id: str | None = None
 
 
 class DequeueRequest(BaseModel):
-    """How many rollouts to claim, and for whom."""
+    """How many rollouts to claim, and the worker that claims them."""
 
     limit: int = Field(default=1, le=MAX_RECORDS)
     worker_id: str | None = None
@@ -189,7 +189,7 @@ class EndsRequest(BaseModel):
 
 
 class ClaimRequest(BaseModel):
-    """For whom to claim."""
+    """The worker that claims."""
 
     worker_id: str | None = None
 

@@ -81,7 +81,7 @@ T_collections = TypeVar("T_collections", bound=LightningCollections)
 Result = TypeVar("Result")
 
 WATCHDOG_BATCH = 1_000
-"""Most overdue attempts that one run of the watchdog handles; the next call goes on with the others."""
+"""Most overdue attempts that one run of the watchdog handles; the next call handles the others."""
 POLL_SECONDS = 0.5
 """How often a waiting call runs the watchdog, and looks for what others who share the collections have finished."""
 

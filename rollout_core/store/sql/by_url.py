@@ -56,7 +56,7 @@ def open_database(url: str, hooks: Hooks, *, busy_timeout_seconds: float) -> Dat
 def migrate(url: str) -> str:
     """Create the store's tables at ``url`` or bring them to the present version; what was done, in a line.
 
-    Opening a store does the same. Safe beside other processes that do it too. Raises ConfigError for a database of
+    Opening a store does the same. Safe while other processes do it too. Raises ConfigError for a database of
     another program and for one of a newer version, Recoverable if the database is busy or away.
     """
     if is_postgres(url):

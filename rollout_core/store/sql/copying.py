@@ -1,7 +1,7 @@
 """A store as a whole copied into another database, such as from SQLite to PostgreSQL or back.
 
 Rows are read in the order of their keys, a part at a time. A part that the other database has already is compared, one
-that it has not is written in one transaction; so a copy that was killed goes on where it was. Nothing there is ever
+that it has not is written in one transaction; so a copy that was killed continues where it was. Nothing there is ever
 changed or deleted: a row that is not the source's ends the copy. It is done once a whole pass has found nothing to do,
 which reads every row of both.
 """
@@ -90,7 +90,7 @@ def copy_store(source: str, target: str, on_part: OnPart | None = None) -> Copie
         else:
             raise ConfigError(
                 f"{without_password(source)} is being written to; end what uses it, then run the copy again, which "
-                "goes on from here"
+                "continues from here"
             )
         _refuse_leases(reading, source)  # once more: somebody may have begun meanwhile
         copied.under_way = _under_way(writing)

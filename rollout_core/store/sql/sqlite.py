@@ -31,11 +31,11 @@ LEAST_VERSION = (3, 33, 0)
 """For ``UPDATE ... FROM``, and statements of more than 999 variables."""
 
 TURN_SECONDS = 0.01
-"""How long a query waits for another one to end before it runs beside it. Both fight for the interpreter's lock, which
-is let go at each row: at 16 callers, two queries at once take longer than one after the other."""
+"""How long a query waits for another one to end before it runs as well. Both fight for the interpreter's lock, which
+is released at each row: at 16 callers, two queries at once take longer than one after the other."""
 CHUNKS = (256, 64, 16, 4)
 """Rows that one statement takes, besides one for the last few: few sizes, so that there are few statements to prepare;
-and many rows, because the interpreter's lock is let go and fought for once a statement. Beside a busy thread, updates
+and many rows, because the interpreter's lock is released and taken once a statement. Next to a busy thread, updates
 one by one take two to three times as long."""
 
 _NOT_OURS = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 WATCHDOG_BATCH = 1_000
-"""Most overdue attempts that one run of the watchdog handles; the next call goes on with the others."""
+"""Most overdue attempts that one run of the watchdog handles; the next call handles the others."""
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
 """How often a waiting call looks for changes by other processes; less and less often while there are none."""
 WATCH_SECONDS = 2.0

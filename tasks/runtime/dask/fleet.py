@@ -268,7 +268,7 @@ class DaskFleet:
 
     def _start(self, place: int, items: Sequence[T], work: FanOut[T, R]) -> None:
         load = self._load()
-        # Which of those that offer what is asked for is left to Dask. Where it was told one and may take others, it
+        # Which of those that offer what is asked for is left to Dask. Where it was given one and may take others, it
         # takes any that is left when that one dies, whatever that offers, and fails on it.
         pinned = {} if self._config.wanted else self._slots
         free = [worker for worker, slots in pinned.items() if load[worker] < slots]
