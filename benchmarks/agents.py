@@ -158,7 +158,7 @@ def run_proxy(pipe: Connection, upstream_port: int, database: str | None, spares
     from rollout_core.agents.proxy.server import LLMProxy
     from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream as ProxyUpstream
     from rollout_core.store import InMemoryLightningStore, SqlLightningStore
-    from rollout_core.store.http.listening import spare_collector
+    from rollout_core.store.http.listening import tune_gc
 
     async def serve() -> None:
         store = InMemoryLightningStore() if database is None else SqlLightningStore.from_url(database)
@@ -174,7 +174,7 @@ def run_proxy(pipe: Connection, upstream_port: int, database: str | None, spares
         await store.close()
 
     if spares_collector:
-        spare_collector()
+        tune_gc()
     asyncio.run(serve())
 
 
@@ -513,7 +513,7 @@ def main() -> None:
         figures.show(f"baseline: {PEER}")
         return
     figures = Figures(f"LLM proxy, {CONCURRENCY} requests at a time, recorded in {given.store}")
-    bench_proxy(figures, quick=given.quick, store=given.store, spares_collector=given.spare_collector)
+    bench_proxy(figures, quick=given.quick, store=given.store, spares_collector=given.tune_gc)
     figures.show("baseline: straight to the upstream")
 
 

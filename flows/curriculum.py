@@ -24,7 +24,7 @@ def all_prompts(number: int) -> None:
 
 
 @dataclass(frozen=True)
-class OpeningByDifficulty:
+class ScheduleByDifficulty:
     """What ``settings.curriculum`` opens."""
 
     curriculum: PromptCurriculum
@@ -41,7 +41,7 @@ class OpeningByDifficulty:
         return OpenPrompts(order=self.ordered.order, places=places, num_open=tuple(opened))
 
 
-def opening_of(
+def prompt_schedule(
     settings: OnPolicySettings,
     prompts: ContentId,
     model: ContentId,
@@ -62,4 +62,4 @@ def opening_of(
         completions = batch_inference(prompt_set, sampling, backend, label=LABEL)
         scores = score_rewards(completions, reward, reward_source, label=LABEL)
     ordered = order_prompts(prompts, model, by=curriculum.by, key=curriculum.key, scores=scores, label=LABEL)
-    return OpeningByDifficulty(curriculum, settings, ordered)
+    return ScheduleByDifficulty(curriculum, settings, ordered)

@@ -233,7 +233,7 @@ def policy_iterations(
     in another run; the samples of the first rounds are then those of ``start``.
     """
     model = start
-    opening = opening_of(settings, prompts, reference, backend, reward, reward_source)
+    opening = prompt_schedule(settings, prompts, reference, backend, reward, reward_source)
     replaying = Replaying(settings, objects(), seed=seed, train_state=train_state, num_done=num_done)
     carrying = Carrying(settings, carried)
     sampler = _Sampler(prompts, settings, backend, reward, reward_source, seed, opening, replaying.num_fresh, carrying)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import OnPolicySettings
 from rollout_core.data.datasets import PromptRow, parse_rows
-from rollout_core.data.partial_rollouts import Carried, carried_behind, decode_carried, num_foreign
+from rollout_core.data.partial_rollouts import Carried, carried_over, decode_carried, num_foreign
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
 from tasks.partial_rollouts import continue_samples, join_completions
@@ -70,13 +70,15 @@ class Carrying:
             )
 
 
-def taken_up(objects: ObjectStore, train_state: ContentId, settings: OnPolicySettings, prompts: ContentId) -> Carried:
-    """What a run of ``settings`` that resumes from ``train_state`` carries over; raises as `carried_behind`.
+def resume_partial(
+    objects: ObjectStore, train_state: ContentId, settings: OnPolicySettings, prompts: ContentId
+) -> Carried:
+    """What a run of ``settings`` that resumes from ``train_state`` carries over; raises as `carried_over`.
 
     Two runs whose prompts differ may come to one state, as long as no group of those that do was whole. What the later
     one carried over is then all that is known, so that prompts which are not this run's are logged.
     """
-    carried = carried_behind(objects, train_state, group_size=settings.group_size)
+    carried = carried_over(objects, train_state, group_size=settings.group_size)
     if carried.partials is not None and not is_stand_in(prompts):
         partials = decode_carried(objects.get_bytes(carried.partials))
         foreign = num_foreign(partials, parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow))

@@ -129,7 +129,7 @@ def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig, prompts: ContentI
     if settings.partial_rollouts is None:
         carried, num_done = None, snapshots.get(train_state).step // settings.steps_per_iteration
     else:
-        carried = taken_up(objects(), train_state, settings, prompts)
+        carried = resume_partial(objects(), train_state, settings, prompts)
         num_done = carried.number + 1
     if num_done >= settings.iterations:
         raise ConfigError(

@@ -28,7 +28,7 @@ from rollout_core.config import (
     identity,
 )
 from rollout_core.data.tokenized import DataReport
-from rollout_core.inference.engines import rest_engine
+from rollout_core.inference.engines import sleep_engine
 from rollout_core.launch import run_update
 from rollout_core.launch.launcher import UpdateName
 from rollout_core.models.chat_templates import written_in_words
@@ -252,7 +252,7 @@ def _check_named(title: str, checkpoint: Checkpoint) -> None:
 def _update(job: UpdateJob, context: UpdateContext, **options: Any) -> Any:
     """What the update returns; the output of processes of its own goes to the run's log. An engine that can leaves the
     GPU to it."""
-    rest_engine()
+    sleep_engine()
     try:
         return run_update(
             job.update, context, on_line=stage_logger().info, settings=job.settings, **job.inputs, **options

@@ -116,7 +116,7 @@ async def test_samples_of_batch_inference_come_back_as_the_engine_gave_them(
     await ledger.enqueue(samples, mode="train", source=blob)
     ids = [sample.id for sample in samples]
     claimed: dict = {}
-    await ledger.claim(ids, await ledger.standing(ids, exclusive=True), claimed)
+    await ledger.claim(ids, await ledger.shard_status(ids, exclusive=True), claimed)
     made = [Completion(name, [1, 2], [-0.1, -0.2], "x", "length") for name in ids]
     await ledger.commit([Answer(claimed[ContentId(item.key)], encode_completion(item)) for item in made])
     for number, name in enumerate(ids[:2]):

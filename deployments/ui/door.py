@@ -92,11 +92,11 @@ class _Door(Gate):
     def refusal(self, scope: Scope) -> Exception | None:
         """As of the store's server, but for the cookie, the way to it, and the style of the page that asks."""
         if self._key is None:
-            return self.stranger(scope)
+            return self.why_refused(scope)
         if page_path(scope) == LOGIN or page_path(scope).startswith(STATIC):
             return None
         given = Request(scope).cookies.get(_COOKIE, "")
-        return None if hmac.compare_digest(given.encode(), self._session.encode()) else self.stranger(scope)
+        return None if hmac.compare_digest(given.encode(), self._session.encode()) else self.why_refused(scope)
 
     @property
     def _session(self) -> str:

@@ -95,7 +95,7 @@ def snapshot_export(
     with one_line_errors(debug):
         with object_store(storage) as objects:
             chunks = SnapshotStore(objects).export(complete_snapshot_id(objects, snapshot_id))
-            with file_beside(file) as written:
+            with temp_sibling(file) as written:
                 for chunk in chunks:
                     written.write(chunk)
                 written.appear()

@@ -222,7 +222,7 @@ class Fleet:
                     ready.set_exception(error)
                 return
             try:
-                await self._queue.take_over_taken()  # now, and not when its heartbeats are missed
+                await self._queue.adopt_claimed()  # now, and not when its heartbeats are missed
             except Exception as problem:  # noqa: BLE001 - any store's; then they are missed
                 log.warning("Cannot end what runner process %d had under way: %s", number, in_words(problem))
             # What it finished since the last death shows that the agent can work.

@@ -221,10 +221,10 @@ class LiveRollouts:
     async def next_batch(self) -> list[str]:
         """The rollouts to learn from now, oldest first, none if there are too few; `take` takes them.
 
-        Raises as `patiently` where the store stays away.
+        Raises as `with_retries` where the store stays away.
         """
         began = time.monotonic()
-        await patiently(self._look)
+        await with_retries(self._look)
         state, live = self.state, self._live
         selection = select(
             self._waiting,
@@ -297,7 +297,7 @@ def _is_due(item: LiveRollout, now: float, patience: float) -> bool:
     return now - item.looked_at >= 0.2 * (item.looked_at - item.end_time) or item.looked_at <= given_up_at < now
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+async def with_retries(call: Callable[[], Awaitable[T]]) -> T:
     """The result of ``call``, which is repeated while the store is away, for some minutes."""
     return await retried(call, _AWAY_SECONDS)
 

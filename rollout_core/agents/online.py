@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.agents.algorithm import Dataset
-from rollout_core.agents.live import NOT_LEARNABLE, LiveRollouts, OnlineState, patiently
+from rollout_core.agents.live import NOT_LEARNABLE, LiveRollouts, OnlineState, with_retries
 from rollout_core.agents.policy_session import (
     Evaluation,
     PolicyAlgorithm,
     PolicyLearner,
     PolicyOptions,
     PolicySession,
-    aside,
     policy_settings,
+    to_thread,
 )
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import ImportanceCorrection, LiveTraffic, ModelSource, SamplingParams
@@ -173,7 +173,7 @@ class OnlineLearning(PolicyAlgorithm):
         return state
 
     async def _save(self, objects: ObjectStore, state: OnlineState[Experience]) -> None:
-        await aside(lambda: state.save(objects, self._ref))
+        await to_thread(lambda: state.save(objects, self._ref))
 
     async def _collect(self, session: PolicySession, live: LiveRollouts) -> bool:
         """Whether there is something to learn from, which is noted then."""
@@ -183,10 +183,10 @@ class OnlineLearning(PolicyAlgorithm):
             if live.is_due_to_save():
                 await self._save(learner.objects, state)
             return False
-        adapted = await patiently(lambda: session.adapt(chosen))
+        adapted = await with_retries(lambda: session.adapt(chosen))
         live.take(chosen)
         try:
-            state.batch = await aside(
+            state.batch = await to_thread(
                 lambda: file_experience(learner.objects, adapted, failed="leave_out", group_size=learner.group_size)
             )
         except NOT_LEARNABLE as error:
@@ -210,7 +210,7 @@ class OnlineLearning(PolicyAlgorithm):
         assert batch is not None, "collected"
         before = state.versions[-1], state.train_state
         try:
-            checkpoint = await aside(lambda: learner.learn(batch, state.num_updates), on_cancel=learner.stop)
+            checkpoint = await to_thread(lambda: learner.learn(batch, state.num_updates), on_cancel=learner.stop)
         except NOT_LEARNABLE as error:
             self._skip(state, error)
             await self._save(learner.objects, state)
@@ -247,7 +247,9 @@ class OnlineLearning(PolicyAlgorithm):
             logger.info("%s: the update left the weights as they are (were all rewards equal?)", self._options.name)
             return False
         if self._gate is not None:
-            new, present = await aside(lambda: [session.learner.ref_of(m) for m in (checkpoint.model, session.serving)])
+            new, present = await to_thread(
+                lambda: [session.learner.ref_of(m) for m in (checkpoint.model, session.serving)]
+            )
             answer = self._gate(new, present)
             if not (await answer if inspect.isawaitable(answer) else answer):
                 return False

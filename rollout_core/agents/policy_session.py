@@ -289,7 +289,7 @@ class PolicySession:
 
     async def load(self, model: ContentId, sampling: SamplingParams) -> None:
         """Let other weights answer, drawing as given. Agents' calls wait meanwhile, none fails."""
-        await self._policy.load(await aside(lambda: self.learner.ref_of(model)), sampling)
+        await self._policy.load(await to_thread(lambda: self.learner.ref_of(model)), sampling)
         self.serving = model
 
     async def publish(self) -> str:
@@ -364,10 +364,10 @@ class PolicySession:
 
     async def learn(self, adapted: Adapted, number: int) -> Checkpoint:
         """An update, in a thread; a run that ends meanwhile has it keep its state."""
-        return await aside(lambda: self.learner.update(adapted, number), on_cancel=self.learner.stop)
+        return await to_thread(lambda: self.learner.update(adapted, number), on_cancel=self.learner.stop)
 
 
-async def aside(call: Callable[[], T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
+async def to_thread(call: Callable[[], T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
     """The result of a blocking call in another thread, which has ended when this returns, also when it is cancelled."""
     done = threading.Event()
 
@@ -417,9 +417,9 @@ class PolicyAlgorithm(Algorithm):
         have the learner start from later weights."""
         options, store, given = self._options, self.get_store(), self.get_llm_proxy()
         await set_aside(store, options.name)
-        learner = await aside(lambda: self.make_learner(options.objects()))
-        await aside(lambda: resume(learner))
-        folder = await aside(lambda: learner.model_ref)
+        learner = await to_thread(lambda: self.make_learner(options.objects()))
+        await to_thread(lambda: resume(learner))
+        folder = await to_thread(lambda: learner.model_ref)
         # Keys of their own: other users of this machine get no answers, and write no calls into what is learnt from.
         key = None if options.server is not None else secrets.token_urlsafe(24)
         server = options.server or EngineServer(options.backend, name=POLICY, seed=options.seed, api_key=key)

@@ -151,7 +151,7 @@ class RolloutQueue(StoreView):
                         rollout.rollout_id, rollout.attempt.attempt_id, status="unresponsive", fenced=True
                     )
 
-    async def take_over_taken(self) -> None:
+    async def adopt_claimed(self) -> None:
         """`take_over` what runners have."""
         taken = self.taken
         for start in range(0, len(taken), _CHUNK):

@@ -30,9 +30,9 @@ from rollout_core.algorithms.parallel import (
     clip_gradients,
     data_ranks,
     is_sharded,
+    replicated_and_sharded,
     seed_step,
     split_across_ranks,
-    whole_and_cut,
     world_size,
 )
 from rollout_core.algorithms.state import TrainState, master_of
@@ -114,7 +114,7 @@ def build_accelerator(precision: str, parallel: ParallelConfig | None = None) ->
     arrange_ranks(parallel)
     if probe_device() == "cpu":
         if parallel is not None and is_sharded(parallel):
-            map_tensors_apart()
+            use_mmap_for_large_tensors()
         else:
             keep_freed_memory()
     # accelerate refuses another precision than that of the first update of the process.
@@ -152,7 +152,7 @@ def build_optimizer(
 
 def _of_one_kind(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same groups, each with parameters that one kernel can step together."""
-    return [{**group, "params": part} for group in groups for part in whole_and_cut(group["params"])]
+    return [{**group, "params": part} for group in groups for part in replicated_and_sharded(group["params"])]
 
 
 def _groups_by_rate(
@@ -394,7 +394,7 @@ def keep_freed_memory() -> bool:
     return _mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) and _mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def map_tensors_apart() -> bool:
+def use_mmap_for_large_tensors() -> bool:
     """Have glibc take tensors of a MiB or more from the kernel one by one, and give each back; whether it will.
 
     Where weights are sharded, those of a layer come and go between activations that stay, and so do, where matrices are

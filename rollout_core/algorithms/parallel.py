@@ -329,7 +329,7 @@ def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale gradients down to the global L2 norm ``max_norm``; the norm before, over all ranks. Collective."""
-    parts = whole_and_cut(parameters)
+    parts = replicated_and_sharded(parameters)
     norms: list[Any] = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -338,7 +338,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return float(norm)
 
 
-def whole_and_cut(parameters: Iterable[TensorT]) -> list[list[TensorT]]:
+def replicated_and_sharded(parameters: Iterable[TensorT]) -> list[list[TensorT]]:
     """``parameters`` that every rank has, and those that each has a part of, as far as there are any: torch's kernels
     for many tensors at once take one kind or the other."""
     parts: list[list[TensorT]] = [[], []]

@@ -97,7 +97,7 @@ class PackedModel(nn.Module):
         check_causal(model)  # as it came: packed attention is causal whatever the model is
         self.packed = packed and can_pack(model)
         # Products of fewer rows are rounded otherwise, and portable results are to stay what they are.
-        self._reads_alone = self.packed and not is_portable_here() and compute_read_tokens_alone(model)
+        self._reads_alone = self.packed and not is_portable_here() and lm_head_only_at_targets(model)
         self._long_rope = LongRoPE.of(model)
 
     def hidden_states(self, batch: PackedTokens, read: Tensor, rows: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class _FeedForward:
         return output.new_zeros(self._shape).index_copy(1, tokens, output)
 
 
-def compute_read_tokens_alone(model: Any) -> bool:
+def lm_head_only_at_targets(model: Any) -> bool:
     """Have the last layer of ``model``, which runs packed, compute ``read_tokens`` of its call alone; whether it will.
 
     Models whose last layer is not an attention ``self_attn`` and then a part ``mlp`` that gives one tensor compute

@@ -34,6 +34,7 @@ from .base import (
     beside_identity as beside_identity,
     identity as identity,
     load_config as load_config,
+    non_identity_inputs as non_identity_inputs,
     parse_config as parse_config,
 )
 from .curriculum import Curriculum as Curriculum, PromptCurriculum as PromptCurriculum

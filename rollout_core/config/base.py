@@ -87,11 +87,14 @@ def identity(value: Any) -> Any:
     )
 
 
-def beside_identity(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a stage's inputs, those that `identity` does not tell in full, whole and as JSON: with both, the stage can be
-    called again."""
+def non_identity_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a stage that `identity` shortens, in full and as JSON. With both the stage can be called again."""
     whole = {name: _whole(value) for name, value in inputs.items()}
     return {name: value for name, value in whole.items() if value != identity(inputs[name])}
+
+
+beside_identity = non_identity_inputs
+"""The former name, for code that imports it."""
 
 
 def as_given(settings: BaseModel) -> dict[str, Any]:

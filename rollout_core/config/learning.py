@@ -218,7 +218,7 @@ class LearnerSettings(Settings):
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)], **numerics_identity()}
 
     @model_validator(mode="after")
-    def _weights_and_where_they_are(self) -> LearnerSettings:
+    def _check_weights_source(self) -> LearnerSettings:
         if self.weights == "bfloat16" and self.precision != "bfloat16":
             raise ValueError(
                 f'weights are bfloat16, but precision is "{self.precision}"; with them it must be "bfloat16"'
@@ -295,7 +295,7 @@ class DatasetSettings(LearnerSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _packing_is_gone(cls, data: Any, info: ValidationInfo) -> Any:
+    def _reject_removed_packing(cls, data: Any, info: ValidationInfo) -> Any:
         """Says so also of parameters that Prefect has stored, whose errors nobody explains."""
         if isinstance(data, Mapping) and "packing" in data and info.context != EXPLAINED:
             raise ValueError("packing: unknown key; did you mean 'sequence.max_length'?")

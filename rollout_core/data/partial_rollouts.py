@@ -201,7 +201,7 @@ class Carried:
     """Blob of `encode_carried`; None: all its groups were whole."""
 
 
-def carried_behind(objects: ObjectStore, train_state: ContentId, *, group_size: int) -> Carried:
+def carried_over(objects: ObjectStore, train_state: ContentId, *, group_size: int) -> Carried:
     """What the iteration that left ``train_state`` carried over, for a run with groups of ``group_size``.
 
     It follows from the completions that were learned from, whose rows hold tokens and weights: samples are the same in

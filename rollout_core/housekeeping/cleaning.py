@@ -22,7 +22,7 @@ from rollout_core.config.retention import Retention
 from rollout_core.inference.ledger import COMPLETION_SPAN, FAILURE_SPAN
 from rollout_core.models.precision import trained_as
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile, TreeManifest
-from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
+from rollout_core.objects.files import EXPIRED_REFS, PRUNED_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
 from rollout_core.objects.gc import GcReport, Scope, collect_garbage
 from rollout_core.objects.leases import live_leases, unused_before
 from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, expire_ref
@@ -144,13 +144,13 @@ def clean(
 def _give_up(objects: ObjectStore, chosen: _Choice) -> None:
     snapshots = SnapshotStore(objects)
     for state in chosen.states:
-        snapshots.let_go(state)
+        snapshots.prune_one(state)
     for name in (*chosen.results, *chosen.progress, *chosen.records):
         expire_ref(objects, name)
     for model in chosen.models:
-        objects.set_ref(f"{LET_GO_REFS}/{model}", objects.put_json({"kind": "model/1"}))
+        objects.set_ref(f"{PRUNED_REFS}/{model}", objects.put_json({"kind": "model/1"}))
     for model in chosen.back:
-        objects.delete_ref(f"{LET_GO_REFS}/{model}")
+        objects.delete_ref(f"{PRUNED_REFS}/{model}")
 
 
 def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Choice:
@@ -161,7 +161,7 @@ def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Cho
     progress = _set_before(objects, PROGRESS_REFS, unused)
     kept_models, entries = _promoted(objects, rules.keep_promoted)
     in_states = kept_models | {trained_as(objects, model) for model in kept_models}
-    given_up = {name.partition("/")[2] for name in objects.ref_names(LET_GO_REFS)}
+    given_up = {name.partition("/")[2] for name in objects.ref_names(PRUNED_REFS)}
     models = [model for model in sorted(set(entries.values())) if model not in given_up and objects.exists(model)]
     old = set(_set_before(objects, SNAPSHOT_REFS, before))
     resumed = {named for name, named in objects.list_refs(PROGRESS_REFS) if name not in progress}

@@ -113,7 +113,7 @@ class InferenceBackend(Protocol):
         """Use another model of the same architecture from now on. Raises Fatal when the parity check fails."""
         ...
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give memory back until the next `update_weights`, where the backend can. Nothing is streamed meanwhile."""
         ...
 
@@ -128,7 +128,7 @@ class GathersStream:
     def interrupt(self) -> None:
         """See `InferenceBackend`: one that asks for requests often, and soon has outcomes, notices by itself."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """See `InferenceBackend`."""
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:

@@ -30,7 +30,7 @@ from rollout_core.data.samples import (
 )
 from rollout_core.inference.base import Request
 from rollout_core.inference.lanes import Lane, Lanes
-from rollout_core.inference.ledger import Answer, SampleLedger, Standing
+from rollout_core.inference.ledger import Answer, SampleLedger, ShardStatus
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, LightningStore
 from rollout_core.store.types import RolloutMode
@@ -242,7 +242,7 @@ class _BatchRun:
             # Known at once, so that others can help.
             samples = list(self._samples.values())
             rollouts = await self.ledger.enqueue(samples, mode=self.options.mode, source=self._source)
-            standing = await self.ledger.standing_of(rollouts, exclusive=False)
+            standing = await self.ledger.shard_status_of(rollouts, exclusive=False)
         else:
             standing = await self._look(list(self._samples))
         while True:
@@ -276,12 +276,12 @@ class _BatchRun:
     def _missing(self) -> list[ContentId]:
         return [sample for sample in self._samples if sample not in self._lines]
 
-    async def _look(self, sample_ids: Sequence[ContentId]) -> Standing:
-        return await self.ledger.standing(
+    async def _look(self, sample_ids: Sequence[ContentId]) -> ShardStatus:
+        return await self.ledger.shard_status(
             sample_ids, exclusive=self._exclusive, unknown_are_free=self._source is not None
         )
 
-    def _note(self, standing: Standing) -> None:
+    def _note(self, standing: ShardStatus) -> None:
         self._lines.update(standing.done)
         self._ended.update(standing.ended)
         self._failed |= standing.failed
@@ -289,7 +289,7 @@ class _BatchRun:
             self._first_failure = orjson.loads(standing.done[min(standing.failed)])["error"]
         self._report()
 
-    async def _generate(self, sample_ids: Sequence[ContentId], standing: Standing) -> None:
+    async def _generate(self, sample_ids: Sequence[ContentId], standing: ShardStatus) -> None:
         # Heartbeats begin before the engine does, which may take half a minute.
         async with self._beating(), self._lane() as lane:
             wanted = set(sample_ids)
@@ -336,7 +336,7 @@ class _BatchRun:
                 task.cancel()
 
     async def claim(
-        self, block: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, Attempt]
+        self, block: Sequence[ContentId], standing: ShardStatus, claimed: dict[ContentId, Attempt]
     ) -> list[ContentId]:
         """Those of a block that are this worker's now, whose attempts are added to ``claimed``, all that there are even
         where this fails; those that another finished are noted."""
@@ -406,7 +406,7 @@ class _BatchRun:
 class _Round:
     """Blocks of samples on their way through an engine: claimed ahead of need, committed in groups."""
 
-    def __init__(self, run: _BatchRun, lane: Lane, blocks: deque[list[ContentId]], standing: Standing) -> None:
+    def __init__(self, run: _BatchRun, lane: Lane, blocks: deque[list[ContentId]], standing: ShardStatus) -> None:
         self._run = run
         self._lane = lane
         self._blocks = blocks

@@ -133,7 +133,7 @@ class EnginePool:
         with self._preparation():
             self._drop()
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Have the engine give its memory back until it is used next, where it can; not while it is in use.
 
         An engine that fails in this is dropped, and started anew when it is used next.
@@ -144,7 +144,7 @@ class EnginePool:
             self._is_preparing, resident = True, self._resident
         with self._preparation():
             try:
-                resident.backend.rest()
+                resident.backend.sleep()
             except Recoverable as error:
                 log.warning("%s", error)
                 self._drop()
@@ -246,9 +246,9 @@ def engine(config: BackendConfig, model: ModelRef, say: Callable[[str], None] = 
         yield resident.backend
 
 
-def rest_engine() -> None:
-    """Have this process's engine give its memory back, as `EnginePool.rest` does."""
-    _pool.rest()
+def sleep_engine() -> None:
+    """Have this process's engine give its memory back, as `EnginePool.sleep` does."""
+    _pool.sleep()
 
 
 def load_ahead(model: ModelRef) -> Future[None]:

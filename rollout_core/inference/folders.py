@@ -14,7 +14,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import files_at, is_url, local_path, mark_of
 from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.trees import file_beside, hash_file
+from rollout_core.objects.trees import hash_file, temp_sibling
 
 
 class OutputFolder(Protocol):
@@ -79,13 +79,13 @@ class LocalFolder:
                 return None
 
     def create(self, name: str, data: bytes) -> bool:
-        with file_beside(self._path / name) as file:
+        with temp_sibling(self._path / name) as file:
             file.write(data)
-            return file.appear_unless_there()
+            return file.publish_if_absent()
 
     def replace(self, name: str, chunks: Iterable[bytes]) -> str | None:
         hasher = blake3()
-        with file_beside(self._path / name) as file:
+        with temp_sibling(self._path / name) as file:
             for chunk in chunks:
                 hasher.update(chunk)
                 file.write(chunk)
@@ -136,7 +136,7 @@ class BucketFolder:
 
     def replace(self, name: str, chunks: Iterable[bytes]) -> str | None:
         key = self._key(name)
-        upload = self._files.upload_beside(key)
+        upload = self._files.temp_upload(key)
         try:
             for chunk in chunks:
                 with storage_faults("write", self.where(name)):  # around this alone: rows have faults of their own

@@ -55,7 +55,7 @@ _held: set[str] = set()
 
 
 @dataclass
-class Standing:
+class ShardStatus:
     """Where each of the samples stands."""
 
     done: dict[ContentId, bytes] = field(default_factory=dict)
@@ -159,22 +159,22 @@ class SampleLedger:
             claimed[cast(ContentId, attempt.rollout_id)] = attempt
             _held.add(attempt.attempt_id)
 
-    async def standing(
+    async def shard_status(
         self, sample_ids: Sequence[ContentId], *, exclusive: bool, unknown_are_free: bool = False
-    ) -> Standing:
+    ) -> ShardStatus:
         """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once; with
         ``unknown_are_free`` those are, too, that are no rollouts yet."""
         rollouts: list[Rollout] = []
         for start in range(0, len(sample_ids), CHUNK):
             rollouts += await self._store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK])
-        standing = await self.standing_of(rollouts, exclusive=exclusive)
+        standing = await self.shard_status_of(rollouts, exclusive=exclusive)
         if unknown_are_free:
             standing.free += [sample for sample in sample_ids if sample not in standing.attempts]
         return standing
 
-    async def standing_of(self, rollouts: Iterable[Rollout], *, exclusive: bool) -> Standing:
+    async def shard_status_of(self, rollouts: Iterable[Rollout], *, exclusive: bool) -> ShardStatus:
         """Where samples stand whose rollouts were just looked at."""
-        standing = Standing()
+        standing = ShardStatus()
         known = {cast(ContentId, rollout.rollout_id): rollout for rollout in rollouts}
         standing.attempts = {
             sample: rollout.attempt.sequence_id if isinstance(rollout, AttemptedRollout) else 0
@@ -273,7 +273,7 @@ class SampleLedger:
         return span.attributes.get(GENERATOR_ATTRIBUTE) == self._failing_generator
 
     async def claim(
-        self, sample_ids: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, Attempt]
+        self, sample_ids: Sequence[ContentId], standing: ShardStatus, claimed: dict[ContentId, Attempt]
     ) -> None:
         """Add to ``claimed`` a new attempt of each sample for this worker, superseding older ones.
 

@@ -324,7 +324,7 @@ class VLLMEngine(GathersStream):
         self._check_parity()
         self._suspect = False
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         if not self._config.sleep or self._is_asleep:
             return
         # At level 2 weights are dropped, not copied to the host: others are read at the next use.

@@ -22,9 +22,9 @@ from rollout_core.objects.files import (
     CHUNK_BYTES,
     TOUCH_AFTER_SECONDS,
     FileStat,
+    check_once,
     fsync_folder,
     hash_chunks,
-    once_whole,
     storage_faults,
     write_all,
 )
@@ -74,7 +74,7 @@ class LocalFiles:
     ) -> bool:
         # Reading is several times as fast as writing with fsync, and done once a process.
         try:
-            whole = once_whole(self._path(key), stat.mark, lambda: hash_chunks(self.read_chunks(key)) == content_id)
+            whole = check_once(self._path(key), stat.mark, lambda: hash_chunks(self.read_chunks(key)) == content_id)
         except FileNotFoundError:
             return False
         if not whole:

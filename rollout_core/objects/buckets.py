@@ -31,8 +31,8 @@ from rollout_core.objects.files import (
     TOUCH_AFTER_SECONDS,
     FileStat,
     Upload,
+    check_once,
     hash_chunks,
-    once_whole,
     storage_faults,
 )
 
@@ -59,7 +59,7 @@ class RemoteFiles:
     Larger ones are seen once their last part has come. Those whose name is known only when all bytes have passed go to
     ``tmp/`` and are copied by the server.
     What is written arrives as it was sent: S3 compares each request with a checksum that its client sends, and what GCS
-    says that it has is compared here; where that file is to replace another (`upload_beside`), it first has a name of
+    says that it has is compared here; where that file is to replace another (`temp_upload`), it first has a name of
     its own next to it.
     """
 
@@ -146,7 +146,7 @@ class RemoteFiles:
             return hash_chunks(self.read_chunks(key)) == content_id
         if source is None or stat.mark is None:
             return False
-        return once_whole(self.where(key), stat.mark, lambda: _md5(source()) == stat.mark)
+        return check_once(self.where(key), stat.mark, lambda: _md5(source()) == stat.mark)
 
     def keep(self, key: str, stat: FileStat) -> bool:
         if time.time() - stat.modified < TOUCH_AFTER_SECONDS:
@@ -210,7 +210,7 @@ class RemoteFiles:
             return StreamedUpload(self, key, passing=False)
         return StreamedUpload(self, f"tmp/{ULID()}")  # in memory a part of a file is seen
 
-    def upload_beside(self, key: str) -> Upload:
+    def temp_upload(self, key: str) -> Upload:
         """An upload to ``key`` that leaves what is there until the new file was found to be what was sent."""
         if self.protocol != "gs" or self.stat(key) is None:
             return self.upload(key)
@@ -219,7 +219,7 @@ class RemoteFiles:
         return StreamedUpload(self, f"{folder}/.{name}.{ULID()}.tmp", shown=key)
 
     def _sweep(self, folder: str, prefix: str) -> None:
-        """Remove old files of `upload_beside`: a process was killed before it had given one its own name. What else is
+        """Remove old files of `temp_upload`: a process was killed before it had given one its own name. What else is
         called much like them is somebody's."""
         ours = re.compile(re.escape(f"{self.path(folder)}/{prefix}") + r"[0-9A-HJKMNP-TV-Z]{26}\.tmp")
         with suppress(ConfigError, Recoverable), storage_faults("list", self.where(folder)):

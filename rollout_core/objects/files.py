@@ -310,7 +310,7 @@ _MOST = 100_000
 _found_whole: set[tuple[str, Hashable]] = set()
 
 
-def once_whole(where: str, mark: Hashable, check: Callable[[], bool]) -> bool:
+def check_once(where: str, mark: Hashable, check: Callable[[], bool]) -> bool:
     """Whether ``check`` says so, or has said so of the file at ``where`` while it was as ``mark`` says."""
     if (where, mark) in _found_whole:
         return True
@@ -459,9 +459,9 @@ LINEAGE_REFS = "lineage"
 """Below it, under an id, stands the record of its last maker, as versions before `MAKER_REFS` wrote it."""
 EXPIRED_REFS = "expired"
 """Below it stand refs that housekeeping took away, while a run is under way that may have read them before."""
-LET_GO_REFS = "let-go"
+PRUNED_REFS = "let-go"
 """Below it, under its id, stands a snapshot whose bytes housekeeping gave up, or a state that was never stored, as
-`snapshots.LetGo`."""
+`snapshots.PrunedSnapshot`."""
 SWEEPS = "sweeps"
 """Where collections of garbage announce what they are about to delete; see `sweeps`."""
 GIVEN_UP_REFS = "given-up"

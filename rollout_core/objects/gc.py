@@ -21,9 +21,9 @@ from rollout_core.objects.files import (
     CHOSEN_REFS,
     GIVEN_UP_REFS,
     IMPORT_REFS,
-    LET_GO_REFS,
     LINEAGE_FOLDERS,
     PROMOTION_REFS,
+    PRUNED_REFS,
     RECORD_BYTES,
     SELF_NAMED_REFS,
     SNAPSHOT_REFS,
@@ -63,10 +63,10 @@ NOTE_REFS = (
 )
 """Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
-ABOUT_REFS = (*LINEAGE_FOLDERS, FINISHED_REFS, f"{LET_GO_REFS}/", f"{IMPORT_REFS}/")
+ABOUT_REFS = (*LINEAGE_FOLDERS, FINISHED_REFS, f"{PRUNED_REFS}/", f"{IMPORT_REFS}/")
 """Below them, under an id, stands what is known of a blob, a snapshot or code."""
 UNSTORED_MODEL = "unstored model/1"
-"""Kind of a note below `LET_GO_REFS`, see `unstored`."""
+"""Kind of a note below `PRUNED_REFS`, see `unstored`."""
 WEIGHTS = ".safetensors"
 """How the names of a model's files end that are left out where it is not stored."""
 _END_BYTES = 64
@@ -260,7 +260,7 @@ class Marking:
                 self._lineage_refs[name] = named
                 self._keys[named] = name.split("/")[-1] if name.count("/") == 2 else ""
                 self._all_keys.add(self._keys[named])
-            if about == f"{LET_GO_REFS}/" and blob in self._blobs and self._is_given_up(named):
+            if about == f"{PRUNED_REFS}/" and blob in self._blobs and self._is_given_up(named):
                 self._given_up.add(blob)
             if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
@@ -422,7 +422,7 @@ class Marking:
         return names if is_json else set()
 
     def _is_given_up(self, note: ContentId) -> bool:
-        """Whether a note below `LET_GO_REFS` is of a model that its run gave up, see `unstored`."""
+        """Whether a note below `PRUNED_REFS` is of a model that its run gave up, see `unstored`."""
         try:
             document = parsed(self._objects.files.read(blob_key(note)))
         except FileNotFoundError:

@@ -25,7 +25,7 @@ from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, Mis
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
-from rollout_core.objects.files import EXPIRED_REFS, GIVEN_UP_REFS, LET_GO_REFS, SNAPSHOT_REFS, hash_chunks, parsed
+from rollout_core.objects.files import EXPIRED_REFS, GIVEN_UP_REFS, PRUNED_REFS, SNAPSHOT_REFS, hash_chunks, parsed
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.trees import appearing_folder, file_mark, files_of, identify, read_file, tar_stream
@@ -89,7 +89,7 @@ class Snapshot(BaseModel):
         return re.fullmatch(rf"{run}/[a-z]+(-\d+)?", self.label) is None
 
 
-class LetGo(BaseModel):
+class PrunedSnapshot(BaseModel):
     """What stays of a snapshot that was given up, or never stored. It names no blob, or it would keep it."""
 
     model_config = ConfigDict(frozen=True)
@@ -200,7 +200,7 @@ class SnapshotStore:
         try:
             return self.get(snapshot_id)
         except NotFound as error:
-            if self.was_let_go(snapshot_id) is None:
+            if self.find_pruned(snapshot_id) is None:
                 raise
             self.forget(snapshot_id)
             raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
@@ -247,7 +247,7 @@ class SnapshotStore:
             return found[0]
         if self._objects.ref_names(below):
             raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
-        gone = self.was_let_go(snapshot_id)
+        gone = self.find_pruned(snapshot_id)
         if gone is not None and not gone.was_stored:
             raise NotFound(
                 f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was not stored "
@@ -345,29 +345,29 @@ class SnapshotStore:
 
     def counts(self, snapshot_id: ContentId) -> bool:
         """Whether a result that names the snapshot is whole: it is present, or was pruned."""
-        return self.is_present(snapshot_id) or self.was_let_go(snapshot_id) is not None
+        return self.is_present(snapshot_id) or self.find_pruned(snapshot_id) is not None
 
-    def was_let_go(self, snapshot_id: ContentId) -> LetGo | None:
+    def find_pruned(self, snapshot_id: ContentId) -> PrunedSnapshot | None:
         """What is known of a snapshot that housekeeping gave up; None of any other."""
-        noted = self._objects.cached_bytes(f"{LET_GO_REFS}/{ContentId(snapshot_id)}")
+        noted = self._objects.cached_bytes(f"{PRUNED_REFS}/{ContentId(snapshot_id)}")
         kind = None if noted is None else parsed(noted).get("kind")  # there are notes of models, too
-        return LetGo.model_validate_json(noted) if noted and kind in get_args(SnapshotKind) else None
+        return PrunedSnapshot.model_validate_json(noted) if noted and kind in get_args(SnapshotKind) else None
 
-    def let_go(self, snapshot: Snapshot) -> None:
+    def prune_one(self, snapshot: Snapshot) -> None:
         """Give up one run's snapshot. Results that name it stay cached; who needs its state has it computed again.
 
         Its bytes stay until `gc`, what only it has until the runs now under way have ended. Killed, it is done again.
         """
-        known = snapshot.model_dump(include=set(LetGo.model_fields))
-        self._note(snapshot.id, LetGo(let_go_at=datetime.now(UTC), **known))
+        known = snapshot.model_dump(include=set(PrunedSnapshot.model_fields))
+        self._note(snapshot.id, PrunedSnapshot(let_go_at=datetime.now(UTC), **known))
         expire_ref(self._objects, snapshot.ref)
 
     def give_up(self, snapshot: Snapshot, run_id: str | None) -> None:
         """Take away one run's name of a snapshot that nobody needs any more, and leave word that its files may go
         (`giving_up`). Of a state that results name, ``run_id`` says who gave it up; they stay cached."""
         if run_id is not None:
-            known = snapshot.model_dump(include=set(LetGo.model_fields))
-            self._note(snapshot.id, LetGo(let_go_at=datetime.now(UTC), run=run_id, **known))
+            known = snapshot.model_dump(include=set(PrunedSnapshot.model_fields))
+            self._note(snapshot.id, PrunedSnapshot(let_go_at=datetime.now(UTC), run=run_id, **known))
         # First, so that whoever is killed in between leaves nothing that is deleted by nobody.
         word = f"{GIVEN_UP_REFS}/{snapshot.files}"
         self._objects.set_ref(word, snapshot.files)
@@ -387,15 +387,15 @@ class SnapshotStore:
         """Have results count that name a training state which is not stored; nothing changes where it is."""
         if not self.is_present(snapshot_id):
             now, about = datetime.now(UTC), {"run_id": run_id, "step": step, "algorithm": algorithm}
-            gone = LetGo(kind="train_state", created_at=now, let_go_at=now, was_stored=False, **about)
+            gone = PrunedSnapshot(kind="train_state", created_at=now, let_go_at=now, was_stored=False, **about)
             self._note(snapshot_id, gone)
 
-    def _note(self, snapshot_id: ContentId, gone: LetGo) -> None:
-        self._objects.set_ref(f"{LET_GO_REFS}/{snapshot_id}", self._objects.put_bytes(gone.model_dump_json().encode()))
+    def _note(self, snapshot_id: ContentId, gone: PrunedSnapshot) -> None:
+        self._objects.set_ref(f"{PRUNED_REFS}/{snapshot_id}", self._objects.put_bytes(gone.model_dump_json().encode()))
 
     def forget(self, snapshot_id: ContentId) -> None:
         """Have results that name a snapshot which is not stored count no longer. Idempotent."""
-        self._objects.delete_ref(f"{LET_GO_REFS}/{ContentId(snapshot_id)}")
+        self._objects.delete_ref(f"{PRUNED_REFS}/{ContentId(snapshot_id)}")
 
     def delete(self, snapshot_id: ContentId) -> None:
         """Drop the records of the snapshot, of every run. Its bytes stay until `gc`. Idempotent."""

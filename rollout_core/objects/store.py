@@ -59,12 +59,12 @@ from rollout_core.objects.trees import (
     appearing_folder,
     changed_meanwhile,
     expected,
-    file_beside,
     file_mark,
     files_of,
     hash_file,
     read_again,
     read_file,
+    temp_sibling,
     write_new_file,
 )
 
@@ -176,7 +176,7 @@ class ObjectStore:
         except FileNotFoundError as error:
             raise self._missing(content_id) from error
         if (found := hash_bytes(data)) != content_id:
-            raise self._condemn(content_id, found)
+            raise self._quarantine(content_id, found)
         return data
 
     def get_json(self, content_id: ContentId) -> Any:
@@ -201,13 +201,13 @@ class ObjectStore:
             except FileNotFoundError as error:
                 raise self._missing(content_id) from error
             if hasher.content_id != content_id:
-                raise self._condemn(content_id, hasher.content_id)
+                raise self._quarantine(content_id, hasher.content_id)
         if held is not None:
             yield held
 
     def get_file(self, content_id: ContentId, path: Path) -> None:
         """Write the blob to ``path``, where it appears verified and whole. Raises MissingObject or CorruptObject."""
-        with file_beside(path) as file:
+        with temp_sibling(path) as file:
             for chunk in self.stream(content_id):
                 file.write(chunk)
             file.appear()
@@ -525,7 +525,7 @@ class ObjectStore:
         where = self.files.where(blob_key(content_id))
         return MissingObject(content_id, f"no blob {content_id} at {where}; run the stage that made it again")
 
-    def _condemn(self, content_id: ContentId, found: ContentId) -> CorruptObject | Recoverable:
+    def _quarantine(self, content_id: ContentId, found: ContentId) -> CorruptObject | Recoverable:
         """The error for bytes that did not match; sets the blob aside when a second look finds the same wrong bytes.
 
         Between the first look and this one the blob may have been made anew, or the fault was on the way here.

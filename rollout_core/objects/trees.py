@@ -334,7 +334,7 @@ def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
             os.fsync(file.fileno())
 
 
-class FileBeside:
+class TempSibling:
     """A file under a temporary name next to ``path``, which it takes when it is whole and on disk."""
 
     def __init__(self, file: BinaryIO, flushing: Flushing, temporary: Path, path: Path) -> None:
@@ -355,7 +355,7 @@ class FileBeside:
             self._sync()
             self._temporary.replace(self._path)
 
-    def appear_unless_there(self) -> bool:
+    def publish_if_absent(self) -> bool:
         """Take the name; False, and nothing done, where something has it."""
         with self._faults():
             self._sync()
@@ -375,7 +375,7 @@ class FileBeside:
 
 
 @contextmanager
-def file_beside(path: Path) -> Iterator[FileBeside]:
+def temp_sibling(path: Path) -> Iterator[TempSibling]:
     """A file to write that becomes ``path`` within the block, or is gone after it.
 
     Its folder is made where it is missing, and is durable when the block has ended; what killed processes left next to
@@ -398,7 +398,7 @@ def file_beside(path: Path) -> Iterator[FileBeside]:
                 file = temporary.open("wb", buffering=WRITE_BYTES)
             try:
                 with Flushing(file.fileno()) as flushing:
-                    yield FileBeside(file, flushing, temporary, path)
+                    yield TempSibling(file, flushing, temporary, path)
             finally:
                 # What is still buffered belongs to a file that is given up: one that appeared has been flushed.
                 with suppress(OSError):

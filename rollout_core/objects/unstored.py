@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.base.ids import ContentId
-from rollout_core.objects.files import CHOSEN_REFS, LET_GO_REFS
+from rollout_core.objects.files import CHOSEN_REFS, PRUNED_REFS
 from rollout_core.objects.gc import UNSTORED_MODEL, WEIGHTS
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Record
@@ -155,4 +155,4 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 
 
 def _ref(model: ContentId) -> str:
-    return f"{LET_GO_REFS}/{ContentId(model)}"
+    return f"{PRUNED_REFS}/{ContentId(model)}"

@@ -26,8 +26,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import (
     CHOSEN_REFS,
     GIVEN_UP_REFS,
-    LET_GO_REFS,
     LINEAGE_FOLDERS,
+    PRUNED_REFS,
     RECORD_BYTES,
     RESULT_REFS,
     SELF_NAMED_REFS,
@@ -86,7 +86,7 @@ class _Check:
         self._blobs = {content_id: stat.size for content_id, stat in objects.blobs()}
         self._names = {name for name in objects.ref_names("") if not name.startswith(f"{GIVEN_UP_REFS}/")}
         self._snapshots = {name.split("/")[1] for name in self._names if name.startswith(f"{SNAPSHOT_REFS}/")}
-        self._let_go = {name.split("/")[1] for name in self._names if name.startswith(f"{LET_GO_REFS}/")}
+        self._let_go = {name.split("/")[1] for name in self._names if name.startswith(f"{PRUNED_REFS}/")}
         """Snapshots and models that were given up or never stored, which nobody misses."""
         self._damaged: set[str] = set()
         self._missing: set[str] = set()
@@ -263,7 +263,7 @@ CACHES = (
     "agent-updates",
     "imports",
     CHOSEN_REFS,
-    LET_GO_REFS,
+    PRUNED_REFS,
 )
 """Folders of refs to what a run makes again when it finds nothing there."""
 

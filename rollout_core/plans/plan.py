@@ -31,7 +31,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.data.datasets import PromptRow, RowT
-from rollout_core.data.partial_rollouts import carried_behind
+from rollout_core.data.partial_rollouts import carried_over
 from rollout_core.data.samples import length_problem, refuse_long_prompts
 from rollout_core.data.text import tokenize_prompts, without_tools
 from rollout_core.data.tokenized import known_longest, remember_longest
@@ -146,7 +146,7 @@ class Plan:
             if iterated is not None:
                 _check_sizes_behind(objects, found, iterated)
                 if iterated.partial_rollouts is not None:
-                    carried_behind(objects, found.id, group_size=iterated.group_size)
+                    carried_over(objects, found.id, group_size=iterated.group_size)
             return found
 
         found = self.check("run.resume", look)

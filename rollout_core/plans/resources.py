@@ -27,7 +27,7 @@ from rollout_core.config import DatasetSettings, LearnerSettings
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.models.facts import FLOAT32_BYTES, ModelSize
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.objects.files import IMPORT_REFS, LET_GO_REFS
+from rollout_core.objects.files import IMPORT_REFS, PRUNED_REFS
 
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport
@@ -401,9 +401,9 @@ def stored_of(objects: ObjectStore, run_name: str, outcomes: Mapping[str, Outcom
     has stored, nor another for what is cached."""
     snapshots = SnapshotStore(objects)
     found = {each.id: each for each in snapshots.list(kind="train_state")}
-    noted = objects.ref_names(LET_GO_REFS)
+    noted = objects.ref_names(PRUNED_REFS)
     others = model.weight_bytes if found or noted or objects.ref_names(IMPORT_REFS) else 0  # what it begins with
-    gone = [snapshots.was_let_go(ContentId(name.rpartition("/")[2])) for name in noted]
+    gone = [snapshots.find_pruned(ContentId(name.rpartition("/")[2])) for name in noted]
     for algorithm, outcome in outcomes.items():
         sizes = [each.size_bytes for each in found.values() if each.algorithm == algorithm]
         # The update is cached all the same, and takes no state.

@@ -275,7 +275,7 @@ def _forget_other_versions(code: UserCode) -> None:
     """Modules of these names that were made of other code are loaded anew, and with them those that use them."""
     loaded = {name: sys.modules[name] for name in code.files if name in sys.modules}
     for name, module in loaded.items():
-        _refuse_a_strangers_name(code, name, module)
+        _refuse_foreign_module(code, name, module)
     if any(_code_of(module) != code.files[name].code for name, module in loaded.items()):
         for name in loaded:
             del sys.modules[name]
@@ -286,7 +286,7 @@ def _code_of(module: Any) -> bytes | None:
     return loader.file.code if isinstance(loader, _Loader) else None
 
 
-def _refuse_a_strangers_name(code: UserCode, name: str, module: Any) -> None:
+def _refuse_foreign_module(code: UserCode, name: str, module: Any) -> None:
     place = getattr(module, "__file__", None)
     if _code_of(module) is not None or name not in code.imported or place is None:
         return

@@ -395,7 +395,7 @@ class Stage(Generic[P, R]):
             version=self.version,
             key=self._plain_key(inputs),
             inputs=identity(spread_arguments(inputs)),
-            arguments=beside_identity(spread_arguments(inputs)),
+            arguments=non_identity_inputs(spread_arguments(inputs)),
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),

@@ -94,5 +94,7 @@ def test_groups_have_the_names_of_their_layers_and_vectors_do_not_decay():
 def test_no_decay_is_one_rate_and_the_identity_it_had():
     assert layer_rates(OptimizerConfig(lr=1.0), nn.Linear(1, 1)) is None
     assert "layer_decay" not in identity(OptimizerConfig(lr=1.0)) and identity(HALVED)["layer_decay"] == 0.5
-    with pytest.raises(ConfigError, match=r"Linear has no layers that can be distinguished; leave out optimizer\.layer_d"):
+    with pytest.raises(
+        ConfigError, match=r"Linear has no layers that can be distinguished; leave out optimizer\.layer_d"
+    ):
         layer_rates(HALVED, nn.Linear(1, 1))

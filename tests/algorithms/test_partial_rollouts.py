@@ -28,7 +28,7 @@ from rollout_core.data.partial_rollouts import (
     Carried,
     Joined,
     Partial,
-    carried_behind,
+    carried_over,
     decode_carried,
     encode_carried,
     join_parts,
@@ -141,14 +141,14 @@ def test_a_run_goes_on_with_what_its_own_iteration_carried_over(tmp_path: Path):
     short = learned(objects, "all of it short", "join_completions", prompts, **into)
     assert short[1] == Carried(4, None)
     for state, carried in (*sweep, short):
-        assert carried_behind(objects, state, group_size=2) == carried
+        assert carried_over(objects, state, group_size=2) == carried
     with pytest.raises(ConfigError, match="groups of 2 completions, and samples_per_prompt is 4; take as many as then"):
-        carried_behind(objects, sweep[0][0], group_size=4)
-    assert carried_behind(objects, short[0], group_size=4) == short[1], "no groups are carried over"
+        carried_over(objects, sweep[0][0], group_size=4)
+    assert carried_over(objects, short[0], group_size=4) == short[1], "no groups are carried over"
     whole, _ = learned(objects, "whole", "batch_inference", prompts)
     for state in (whole, hash_bytes(b"forgotten")):
         with pytest.raises(ConfigError, match="by an iteration without partial_rollouts, or what that was made of"):
-            carried_behind(objects, state, group_size=2)
+            carried_over(objects, state, group_size=2)
 
 
 def test_prompts_of_another_run_are_told_by_all_of_their_row():

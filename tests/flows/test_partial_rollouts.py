@@ -13,7 +13,7 @@ from flows.reproduce import reproduce
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import TrainGRPOConfig, parse_config
-from rollout_core.data.partial_rollouts import carried_behind
+from rollout_core.data.partial_rollouts import carried_over
 from rollout_core.data.samples import SampledCompletion, decode_completions_blob, decode_samples
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.vllm_backend import trainer_logprobs
@@ -112,7 +112,7 @@ def test_parts_are_drawn_by_the_weights_they_name_and_a_killed_run_comes_to_the_
         check_parts(store, tmp_path / "cache", prompt, row)
     drawn = [row.id for rows in groups for _, row in rows]
     assert len(set(drawn)) == len(drawn) < ITERATIONS * FIRST, "each is learned from once, and some are left over"
-    left = carried_behind(store, ContentId(finished["train_state"]), group_size=2)
+    left = carried_over(store, ContentId(finished["train_state"]), group_size=2)
     assert left.number == ITERATIONS - 1 and left.partials is not None
 
     again = killed_and_run_again(asked)
@@ -171,7 +171,7 @@ def test_what_is_left_is_told_and_runs_go_on_from_ends_of_partial_rollouts_only(
         lines.removeHandler(caplog.handler)
     assert "groups of completions are not whole at the end of the last iteration" in caplog.text
     store = objects()
-    assert carried_behind(store, one, group_size=2).partials is not None
+    assert carried_over(store, one, group_size=2).partials is not None
 
     # Within an iteration a label makes no end of one.
     snapshots = SnapshotStore(store)
@@ -186,7 +186,7 @@ def test_what_is_left_is_told_and_runs_go_on_from_ends_of_partial_rollouts_only(
 
     # Nothing goes in or out: samples are those of the prompts.
     short = {"max_tokens": 15, "stop_token_ids": list(range(262))}
-    left = carried_behind(store, train(iterations=1, sampling=short), group_size=2)
+    left = carried_over(store, train(iterations=1, sampling=short), group_size=2)
     assert (left.number, left.partials) == (0, None)
 
     plain = train(iterations=1, partial_rollouts=None)

@@ -22,7 +22,7 @@ from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBac
 from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
-from rollout_core.inference.engines import EngineOf, close_engine, engine, rest_engine
+from rollout_core.inference.engines import EngineOf, close_engine, engine, sleep_engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
 from rollout_core.models.pretrained import load_causal_lm
 from tests.store.patience import LONG
@@ -429,24 +429,24 @@ class Resting(ScriptedEngine):
         self.told.append("weights")
         super().update_weights(model)
 
-    def rest(self):
-        self.told.append("rest")
+    def sleep(self):
+        self.told.append("sleep")
         if self.fault is not None:
             raise self.fault
 
 
 def test_an_engine_rests_where_nobody_uses_it_and_is_woken_by_its_next_use(tiny, monkeypatch):
     monkeypatch.setattr(engines, "build_backend", Resting)
-    rest_engine()  # there is none
+    sleep_engine()  # there is none
     with engine(SCRIPTED, tiny) as first:
         assert isinstance(first, Resting)
-        rest_engine()
-    assert "rest" not in first.told, "it was in use"
-    rest_engine()
+        sleep_engine()
+    assert "sleep" not in first.told, "it was in use"
+    sleep_engine()
     with engine(SCRIPTED, tiny) as again:
-        assert again is first and first.told[-2:] == ["rest", "weights"]
+        assert again is first and first.told[-2:] == ["sleep", "weights"]
     first.fault = Recoverable("the engine died in its sleep")
-    rest_engine()
+    sleep_engine()
     with engine(SCRIPTED, tiny) as other:
         assert other is not first
 

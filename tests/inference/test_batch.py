@@ -374,7 +374,7 @@ async def test_what_one_generator_has_completed_stays_done_while_another_works_o
     first = await batch.complete(WatchedEngine(tiny), generator="first")
     async with SqlLightningStore.from_url(batch.database) as store:
         other = SampleLedger(store, batch.objects, worker_id="other", stale_after_seconds=60, generator="other")
-        standing = await other.standing(batch.ids, exclusive=False)
+        standing = await other.shard_status(batch.ids, exclusive=False)
         assert sorted(standing.free) == sorted(batch.ids) and not standing.done
         claimed: dict = {}
         await other.claim(batch.ids[:3], standing, claimed)
@@ -383,10 +383,10 @@ async def test_what_one_generator_has_completed_stays_done_while_another_works_o
             assert all(await other.commit([failure, Answer(claimed[batch.ids[1]], line_of(batch, 1, "other"))]))
             await other.release([claimed[batch.ids[2]]])
         ours = SampleLedger(store, batch.objects, worker_id="ours", stale_after_seconds=60, generator="first")
-        standing = await ours.standing(batch.ids, exclusive=False)
+        standing = await ours.shard_status(batch.ids, exclusive=False)
         assert standing.done.keys() == standing.ended.keys() == set(batch.ids) and all(standing.ended.values())
         assert not standing.free and not standing.busy and not standing.failed
-        assert len((await other.standing(batch.ids, exclusive=False)).busy) == (0 if ends else 3)
+        assert len((await other.shard_status(batch.ids, exclusive=False)).busy) == (0 if ends else 3)
         asked: list[str] = []
         query = store.query_spans
 
@@ -397,7 +397,7 @@ async def test_what_one_generator_has_completed_stays_done_while_another_works_o
         store.query_spans = noted  # type: ignore[method-assign]
         third = SampleLedger(store, batch.objects, worker_id="third", stale_after_seconds=60, generator="third")
         for _ in range(2):
-            await third.standing(batch.ids, exclusive=False)
+            await third.shard_status(batch.ids, exclusive=False)
         assert sorted(asked) == sorted(batch.ids[:3]), "what is not ours is looked up once"
     again = WatchedEngine(tiny)
     assert await batch.complete(again, generator="first") == first and again.asked == []
@@ -434,7 +434,7 @@ async def enqueued(batch: Batch, store: SqlLightningStore, worker: str) -> Sampl
 
 
 async def claim(ledger: SampleLedger, samples: list[str]) -> dict:
-    standing = await ledger.standing(samples, exclusive=True)  # type: ignore[arg-type]
+    standing = await ledger.shard_status(samples, exclusive=True)  # type: ignore[arg-type]
     claimed: dict = {}
     await ledger.claim(standing.free, standing, claimed)
     return claimed
@@ -450,10 +450,10 @@ async def test_a_superseded_attempt_cannot_commit(batch):
         old, new = await claim(early, batch.ids), await claim(late, batch.ids)
         sample = batch.ids[0]
         assert await early.commit([Answer(old[sample], line_of(batch, 0, "from the early"))]) == [None]
-        assert (await late.standing([sample], exclusive=True)).done == {}
+        assert (await late.shard_status([sample], exclusive=True)).done == {}
         assert all(await late.commit([Answer(new[sample], line_of(batch, 0, "from the late"))]))
         assert await early.commit([Answer(old[sample], line_of(batch, 0, "from the early"))]) == [None]
-        [line] = (await early.standing([sample], exclusive=True)).done.values()
+        [line] = (await early.shard_status([sample], exclusive=True)).done.values()
         assert b"from the late" in line
     assert (await batch.successes())[sample] == 1
 
@@ -472,7 +472,7 @@ async def test_releasing_a_superseded_attempt_leaves_the_new_one_alone(batch):
         early, late = await enqueued(batch, store, "early"), await enqueued(batch, store, "late")
         old, new = await claim(early, batch.ids), await claim(late, batch.ids)
         await early.release(old.values())
-        assert len((await early.standing(batch.ids, exclusive=False)).busy) == 10
+        assert len((await early.shard_status(batch.ids, exclusive=False)).busy) == 10
         assert all(await late.commit([Answer(new[batch.ids[0]], line_of(batch, 0, "late"))]))
 
 
@@ -550,7 +550,7 @@ async def test_a_sample_finished_between_look_and_claim_is_not_generated_again(b
     """Another worker claims and commits in the moment between this one's look at the ledger and its own claim."""
     async with SqlLightningStore.from_url(batch.database) as store:
         mine, other = await enqueued(batch, store, "mine"), await enqueued(batch, store, "other")
-        standing = await mine.standing(batch.ids, exclusive=False)
+        standing = await mine.shard_status(batch.ids, exclusive=False)
         claimed = await claim(other, batch.ids[:2])
         group = [
             Answer(claimed[sample], line_of(batch, number, "other")) for number, sample in enumerate(batch.ids[:1])
@@ -559,7 +559,7 @@ async def test_a_sample_finished_between_look_and_claim_is_not_generated_again(b
         others: dict = {}
         await mine.claim(standing.free, standing, others)
         assert list(others) == batch.ids[1:], "the finished one stays finished"
-        standing = await mine.standing(batch.ids, exclusive=False)
+        standing = await mine.shard_status(batch.ids, exclusive=False)
         assert list(standing.done) == batch.ids[:1]
         assert await other.commit([Answer(claimed[batch.ids[1]], line_of(batch, 1, "other"))]) == [None]
 

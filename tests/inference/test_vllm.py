@@ -353,13 +353,13 @@ def test_an_engine_that_slept_reads_its_weights_again_and_answers_as_before(vllm
     """On a CPU vLLM takes the calls and keeps its memory; the order of calls and the weights are the same."""
     asked = requests(tokenizer, GREEDY)
     before = vllm_engine.generate(asked)
-    vllm_engine.rest()
+    vllm_engine.sleep()
     assert not vllm_engine._is_asleep, "it was not asked for"
     vllm_engine._config = vllm_engine._config.model_copy(update={"sleep": True})
     try:
         for model in (small, other_small, small):
-            vllm_engine.rest()
-            vllm_engine.rest()
+            vllm_engine.sleep()
+            vllm_engine.sleep()
             assert vllm_engine._is_asleep
             vllm_engine.update_weights(model)
             assert not vllm_engine._is_asleep

@@ -570,7 +570,9 @@ def test_completions_in_parts_are_told_and_refused_where_an_engine_does_not_go_o
     assert told == "10 tokens of a completion in an iteration, so that it takes up to 3"
     backend = {"kind": "scripted", "text": "1 2"}
     message = refusal("train-ppo", work, backend=backend, **cut)
-    assert message.startswith("algorithm.sampling: partial_rollouts and backend 'scripted': a completion continues from")
+    assert message.startswith(
+        "algorithm.sampling: partial_rollouts and backend 'scripted': a completion continues from"
+    )
     assert "context of" in refusal("train-ppo", work, backend__max_model_len=20, **cut), "whole completions have room"
 
 

@@ -265,7 +265,7 @@ class MainServer(_EndsWaits):
                 signal.signal(number, handler)
 
 
-def spare_collector() -> None:
+def tune_gc() -> None:
     """Keep the garbage collector from looking at what a server process never frees, and from looking all the time.
 
     Requests make thousands of objects and leave no cycles; with the usual settings half of the time goes there.
@@ -281,7 +281,7 @@ async def serving(store: LightningStore, parent_pid: int | None = None) -> Async
 
     A worker process ends when ``parent_pid`` is gone: left alone, it would keep the port from the next server.
     """
-    spare_collector()
+    tune_gc()
     watch = None if parent_pid is None else asyncio.create_task(_end_with(parent_pid))
     try:
         yield
@@ -333,9 +333,9 @@ class Gate:
 
     def refusal(self, scope: Scope) -> Exception | None:
         """Why this request is not let in, whose path is as it was sent; None where it is."""
-        return None if scope["path"] == wire.HEALTH_PATH else self.stranger(scope)
+        return None if scope["path"] == wire.HEALTH_PATH else self.why_refused(scope)
 
-    def stranger(self, scope: Scope) -> Exception | None:
+    def why_refused(self, scope: Scope) -> Exception | None:
         """Why who sends this request is not let in; None where they are."""
         if self._authorization is None:
             return self._foreign(scope)
