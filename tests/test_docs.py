@@ -7,7 +7,7 @@ import shlex
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from rollout_core.config import CONFIG_KINDS, load_config
 from rollout_core.config.cloud import parse_cloud
 from tests.conftest import PROJECT
 
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*.md"))
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")), *RESULTS]
 FILE_ENDINGS = {"gguf", "md", "py", "json", "jsonl", "toml", "parquet"}
 OWN_FILES = {"my.toml", "batch.toml", "nightly.toml", "sft.toml", "grpo.toml"}
 """Files that stand for the reader's own; an example of the repository takes their place here."""
@@ -232,3 +233,67 @@ INTERNAL = {
     "ROLLOUT_SUPERVISOR",
 }
 """What one process of ours sets for another, and names that are no variables."""
+
+
+VAGUE = re.compile(r"\b(told|beside|goes on|let go|whom|what became of)\b", re.IGNORECASE)
+"""Words for which there is a plainer one: reported or sent, next to or besides, continues or resumes, released or
+pruned, the name of who is meant, the outcome of."""
+MOST_VAGUE_IN_DOCS = 2
+"""A name that programs read, in the page of `rollout plan`, and an option of a benchmark."""
+MOST_VAGUE_IN_CODE = 2
+"""The name that `rollout plan --json` prints, and that of the module `deployments.ui.beside`."""
+LONGEST_PARAGRAPH = 120
+"""Words; what is longer has more than one idea."""
+
+
+def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every text of a command's help and of those below it, with where it stands."""
+    yield name, command.help or ""
+    for parameter in command.params:
+        yield f"{name} {parameter.name}", getattr(parameter, "help", None) or ""
+    for below, inner in getattr(command, "commands", {}).items():
+        yield from helps(inner, f"{name} {below}")
+
+
+def vague(lines: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"{where}: {line.strip()}" for where, line in lines if VAGUE.search(line)]
+
+
+def numbered(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{file.relative_to(PROJECT)}:{number}", line
+
+
+def test_docs_and_help_use_plain_words():
+    shown = helps(typer.main.get_command(app), "rollout")
+    helped = ((where, line) for where, text in shown for line in text.splitlines())
+    found = vague([*numbered(PAGES), *helped])
+    assert len(found) <= MOST_VAGUE_IN_DOCS, "\n".join(found)
+
+
+def test_code_uses_plain_words():
+    rooms = ("rollout_core", "blocks", "tasks", "flows", "deployments")
+    found = vague(numbered(file for room in rooms for file in sorted((PROJECT / room).rglob("*.py"))))
+    assert len(found) <= MOST_VAGUE_IN_CODE, "\n".join(found)
+
+
+def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
+    """Those of a page's text, with the number of the line where each begins; an item of a list is one."""
+    parts: list[tuple[int, str]] = []
+    is_fenced = False
+    for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), ""], 1):
+        is_fence = line.startswith("```")
+        is_fenced ^= is_fence
+        is_text = line.strip() and not (is_fence or is_fenced or line.startswith(("#", "|", "!")))
+        if parts and (not is_text or re.match(r"\s*([-*]|\d+\.) ", line)):
+            yield parts[0][0], " ".join(text for _, text in parts)
+            parts = []
+        if is_text:
+            parts.append((number, line))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RESULTS], ids=ids)
+def test_no_paragraph_is_longer_than_one_idea(page: Path):
+    long = [(number, len(text.split())) for number, text in paragraphs(page) if len(text.split()) > LONGEST_PARAGRAPH]
+    assert not long, f"{page.name}: {', '.join(f'line {number} has {words} words' for number, words in long)}"

@@ -1,4 +1,4 @@
-"""What all of these agents know: how warm it is. It is the user's own module beside theirs."""
+"""What all of these agents know: how warm it is. It is the user's own module next to theirs."""
 
 from __future__ import annotations
 
