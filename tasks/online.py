@@ -218,7 +218,7 @@ class _Live:
 
     def _raise_problem(self) -> None:
         if self._policy is not None and self._policy.problem is not None:
-            raise Recoverable(f"the engine answers no more: {self._policy.problem}")
+            raise Recoverable(f"the engine no longer answers: {self._policy.problem}")
         if self._feeding is not None and self._feeding.done() and not self._feeding.cancelled():
             error = self._feeding.exception()
             raise Recoverable(f"the runners of live rollouts have ended: {in_words(error) if error else 'no reason'}")

@@ -239,4 +239,4 @@ class AgentSession:
     async def _until_engine_fails(self) -> None:
         while self._policy.problem is None:
             await asyncio.sleep(_LOOK_SECONDS)
-        raise Recoverable(f"the engine answers no more: {self._policy.problem}")
+        raise Recoverable(f"the engine no longer answers: {self._policy.problem}")
