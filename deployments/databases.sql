@@ -1,1 +1,1 @@
-CREATE DATABASE prefect;  -- beside that of the LightningStore, which POSTGRES_USER names
+CREATE DATABASE prefect;  -- next to that of the LightningStore, which POSTGRES_USER names

@@ -83,7 +83,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
 
 
 def make_model(folder: Path, *, hidden_size: int = 256, num_layers: int = 4, seed: int = SEED) -> None:
-    """Train the tokenizer and save a randomly initialised Qwen2 beside it."""
+    """Train the tokenizer and save a randomly initialised Qwen2 next to it."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
