@@ -27,7 +27,7 @@ class AgentConfig(Settings):
     timeout_seconds: float | None = Field(default=600.0, gt=0)
     """Longest time of an attempt."""
     max_attempts: int = Field(default=3, ge=1)
-    """Of a task whose attempts fail, run out of time, or whose runner dies."""
+    """Attempts at a task, where earlier ones fail, run out of time, or lose their runner."""
     form: Literal["trajectory", "transition"] = "trajectory"
     """Whether turns that continue each other are one training sample, or each turn is one."""
     tool_parser: Literal["hermes"] | None = "hermes"
@@ -66,9 +66,9 @@ class RunnersConfig(Settings):
     public_host: str | None = None
     """This machine's name or address as runners elsewhere see it; default: ``host``."""
     port: int = Field(default=0, ge=0, lt=65536)
-    """Of the store; 0: any free one."""
+    """Port of the store; 0: any free one."""
     model_port: int = Field(default=0, ge=0, lt=65536)
-    """Of the model; 0: any free one."""
+    """Port of the model; 0: any free one."""
     api_key: str | None = Field(default=None, pattern=SECRET_NAME)
     """NAME of the secret that runners elsewhere show: ``ROLLOUT_SECRET_<NAME>`` in the worker's environment, where
     ``ROLLOUT_SECRETS`` must list it; so too in those of Dask's workers, for it never travels with a task."""
@@ -214,11 +214,11 @@ class LiveTraffic(Settings):
     """`[live]`: which rollouts of live traffic are learnt from, and when."""
 
     min_rollouts: int = Field(default=64, ge=1)
-    """So many that can be learnt from make an update."""
+    """This many rollouts that can be learnt from make an update."""
     max_rollouts: int | None = Field(default=None, ge=1)
     """The most of an update; of more the latest are taken. Default: four times ``min_rollouts``."""
     max_staleness: int = Field(default=1, ge=0)
-    """What was written by weights more than so many promotions back is left out."""
+    """Samples of weights more than this many promotions back are left out."""
     reward_patience_seconds: float = Field(default=300.0, ge=0)
     """So long after its end a rollout may get its reward, or others of equal input to be compared with."""
     poll_seconds: float = Field(default=5.0, gt=0)
@@ -347,13 +347,13 @@ class TemplateSource(Settings):
     """`[template]`: the prompt to begin with."""
 
     name: str = Field(default="prompt", min_length=1)
-    """Of the resource that the agent gets it as."""
+    """Name of the resource as which the agent gets it."""
     engine: Literal["f-string", "jinja"] = "f-string"
     """Syntax of its placeholders."""
     text: str | None = Field(default=None, min_length=1)
     """The template itself."""
     path: Address | None = Field(default=None, min_length=1)
-    """Of a file with the text; either this or ``text``."""
+    """Path of a file with the text; either this or ``text``."""
 
     @model_validator(mode="after")
     def _one_template(self) -> TemplateSource:
@@ -413,7 +413,7 @@ class TunePromptConfig(Run):
 
     run: RunInfo = RunInfo(name="prompt")
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of all random numbers of the run."""
+    """Seed of all random numbers of the run."""
     agent: AgentConfig
     model: ModelSource
     """Behind the agent."""

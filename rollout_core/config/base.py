@@ -177,9 +177,9 @@ class RunCost(Settings):
     nothing."""
 
     per_hour: float = Field(default=0.0, ge=0)
-    """Of the machine, for each hour in which a stage was computed."""
+    """Price of the machine, for each hour in which a stage was computed."""
     per_gpu_hour: float = Field(default=0.0, ge=0)
-    """Of each of the machine's GPUs, for each such hour, in addition to ``per_hour``."""
+    """Price of each of the machine's GPUs, for each such hour, in addition to ``per_hour``."""
     currency: str = Field(default="USD", pattern=r"^[A-Za-z]{1,8}$")
     """Ends the sum; nothing is converted."""
 
@@ -304,7 +304,7 @@ class HuggingFaceDataset(_Dataset):
     uri: Address = Field(min_length=1)
     """A folder of ``save_to_disk``, a folder of data files, or a hub id such as ``trl-lib/ultrafeedback_binarized``."""
     split: str = "train"
-    """Which split of the data set."""
+    """Split of the data set."""
     subset: str | None = None
     """Which of a hub id's configurations, where it has several."""
     revision: str | None = None

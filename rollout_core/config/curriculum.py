@@ -16,7 +16,7 @@ class Curriculum(Settings):
     by: Literal["length", "key"] = "length"
     """What makes one harder than another: its tokens, or a number that it has under ``key``, the larger the harder."""
     key: str | None = Field(default=None, min_length=1)
-    """Of a row, in addition to what is trained."""
+    """Key of a row, in addition to what is trained."""
     initial: float = Field(default=0.1, gt=0, le=1)
     """Share that is open at first."""
     until: float = Field(default=0.5, gt=0, le=1)

@@ -71,8 +71,8 @@ class SnapshotPolicy(Settings):
     every_seconds: float | None = Field(default=None, gt=0)
     """And after so many seconds of training."""
     keep_last: int = Field(default=1, ge=1)
-    """Of the run. Older ones are deleted once a newer one is stored, but for labelled ones and those an update in
-    progress needs."""
+    """Snapshots of the run that stay. Older ones are deleted once a newer one is stored, but for labelled ones and those
+    that an update in progress needs."""
     keep_every: int | None = Field(default=None, ge=1)
     """Snapshots of steps that this divides stay too."""
 
@@ -142,9 +142,9 @@ class LoRAConfig(Settings):
     alpha: float = Field(default=32.0, gt=0)
     """The change is scaled by alpha / r."""
     rank_stabilized: bool = False
-    """By alpha / sqrt(r) instead (arXiv:2312.03732)."""
+    """Scale by alpha / sqrt(r) instead (arXiv:2312.03732)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Of an adapter's input, in SFT only: other learners train without dropout."""
+    """Dropout of an adapter's input, in SFT only: other learners train without dropout."""
     target_modules: tuple[str, ...] = ()
     """Last parts of the names of the layers that get one; default: every linear layer but the output."""
     quantization: Literal["none", "nf4"] = "none"
@@ -383,7 +383,7 @@ class DPOSettings(ReferencedSettings):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs whose preference is taken to be flipped; of ``dpo``."""
     gamma: float = Field(default=0.0, ge=0)
-    """By how much chosen answers are to be above rejected ones, of ``simpo``; its paper has 0.3 to 1.6."""
+    """Margin of ``simpo`` by which chosen answers are to be above rejected ones; its paper has 0.3 to 1.6."""
 
     @property
     def needs_reference(self) -> bool:

@@ -39,7 +39,7 @@ class RewardGuard(Settings):
     reward: RewardSpec
     """The reward that must not fall."""
     max_drop: float = Field(default=0.0, ge=0)
-    """By so much its mean may fall."""
+    """Amount by which its mean may fall."""
 
 
 class PromptsGuard(Settings):
@@ -51,7 +51,7 @@ class PromptsGuard(Settings):
     reward: RewardSpec | None = None
     """Default: the run's ``reward``."""
     max_drop: float = Field(default=0.0, ge=0)
-    """By so much the mean reward may fall."""
+    """Amount by which the mean reward may fall."""
     floor: float | None = None
     """The mean reward may not be lower than this, whatever it was."""
 
@@ -94,7 +94,7 @@ class PromotionConfig(Settings):
     approval_hours: float = Field(default=72.0, gt=0, le=600)
     """For which a candidate waits."""
     undecided: Literal["reject", "promote"] = "reject"
-    """What becomes of it after that."""
+    """The decision after that, if nobody has decided."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> PromotionConfig:

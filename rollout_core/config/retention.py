@@ -22,10 +22,11 @@ class Retention(Settings):
     """Results of stages, with their models and data, stay until no run has used them for so long. A result that is gone
     is computed again by the run that needs it."""
     note_days: float = Field(default=30.0, ge=1)
-    """So long stays what only saves work or describes a run, such as the shards of an input; and the lineage of what is
-    gone."""
+    """Days for which notes stay that only save work or describe a run, such as the shards of an input; and the lineage
+    of what is gone."""
     run_days: float = Field(default=365.0, ge=1)
-    """So long stay the records of runs, which `rollout runs` and `rollout ui` show, with the figures of their steps."""
+    """Days for which the records of runs stay, which `rollout runs` and `rollout ui` show, with the figures of their
+    steps."""
     completion_days: float = Field(default=14.0, ge=0)
     """Completions that the database names stay for so long after their sample ended."""
     weights_of_inputs: bool = False
