@@ -71,8 +71,8 @@ class SnapshotPolicy(Settings):
     every_seconds: float | None = Field(default=None, gt=0)
     """And after so many seconds of training."""
     keep_last: int = Field(default=1, ge=1)
-    """Snapshots of the run that stay. Older ones are deleted once a newer one is stored, but for labelled ones and those
-    that an update in progress needs."""
+    """Snapshots of the run that stay. Older ones are deleted once a newer one is stored, but for labelled ones and
+    those that an update in progress needs."""
     keep_every: int | None = Field(default=None, ge=1)
     """Snapshots of steps that this divides stay too."""
 
