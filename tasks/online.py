@@ -13,7 +13,7 @@ from functools import partial
 from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.adapters.samples import adapt_rollouts
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.live import LiveRollouts, OnlineState, patiently, queued
+from rollout_core.agents.live import LiveRollouts, OnlineState, with_retries, queued
 from rollout_core.agents.session import POLICY, RESOURCE, ServedPolicy, Setting
 from rollout_core.base.errors import Recoverable, in_words
 from rollout_core.base.ids import ContentId
@@ -136,7 +136,7 @@ class _Live:
                 store,
                 config.backend,
                 config.runners,
-                api_key=await patiently(lambda: _key(store, config.runners)),
+                api_key=await with_retries(lambda: _key(store, config.runners)),
                 tool_parser=config.tool_parser,
                 seed=config.seed,
                 say=stage_logger().info,
@@ -160,7 +160,7 @@ class _Live:
             while True:
                 began = time.monotonic()
                 session = await sessions.open(setting)
-                await session.fleet.take_on(await patiently(lambda: queued(store)))
+                await session.fleet.take_on(await with_retries(lambda: queued(store)))
                 await asyncio.sleep(max(FEED_SECONDS, 10 * (time.monotonic() - began)))
         except Exception:
             await sessions.end()  # what state its runners are in is not known; a stage that uses them fails for now
@@ -177,13 +177,13 @@ class _Live:
             if any(known.get(name) != resource for name, resource in wanted.items()):
                 await store.add_resources({**wanted, **known, **wanted})  # the address first
 
-        await patiently(add)
+        await with_retries(add)
 
     async def note(self, objects: ObjectStore, change: Change) -> None:
         """Make the model the latest, and say so in the history."""
         assert self._store is not None, "it is served"
         store = self._store
-        await patiently(lambda: change_latest(store, objects, change))
+        await with_retries(lambda: change_latest(store, objects, change))
 
     async def next_batch(
         self, objects: ObjectStore, config: LearnOnlineConfig, model: ContentId, seconds: float | None
@@ -205,7 +205,7 @@ class _Live:
             self._raise_problem()
             chosen = await self._rollouts.next_batch()
             if chosen:
-                state.batch = await patiently(partial(look_up, store, objects, chosen, model))
+                state.batch = await with_retries(partial(look_up, store, objects, chosen, model))
                 self._rollouts.take(chosen)
                 break
             if self._rollouts.is_due_to_save():

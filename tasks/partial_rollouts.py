@@ -9,7 +9,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams
 from rollout_core.data.partial_rollouts import decode_carried, encode_carried, join_parts, unfinished
 from rollout_core.data.samples import decode_completions_blob, decode_samples, encode_samples
-from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.unstored import local_model
@@ -81,7 +81,7 @@ def join_completions(
         number=number,
         group_size=group_size,
         max_tokens=sampling.max_tokens,
-        decode=lambda prompts, ids: decode_completions(tokenizer, prompts, [told_tokens(one, sampling) for one in ids]),
+        decode=lambda prompts, ids: decode_completions(tokenizer, prompts, [text_tokens(one, sampling) for one in ids]),
     )
     going_on = len(unfinished(joined.carried))
     older = sum(len(partial.model_ids) > 1 for partial in joined.whole)

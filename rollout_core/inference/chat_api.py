@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Completion
-from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.inference.base import Request
 from rollout_core.models.bounded.tokenizing import Chat
 from rollout_core.store.codec import ordered_json, read_json
@@ -479,7 +479,7 @@ class Writer:
         }
         if not markers.keys() & set(completion.token_ids):
             return completion.text
-        ids, texts, begin = list(told_tokens(completion.token_ids, request.params, request.ends)), [], 0
+        ids, texts, begin = list(text_tokens(completion.token_ids, request.params, request.ends)), [], 0
         for place in [*(place for place, token in enumerate(ids) if token in markers), len(ids)]:
             before = [*request.prompt_token_ids, *ids[:begin]]
             texts += decode_completions(self.tokenizer, [before], [ids[begin:place]])

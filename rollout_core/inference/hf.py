@@ -15,7 +15,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.data.samples import Completion, FinishReason, TopLogprobs
-from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
@@ -92,7 +92,7 @@ class TransformersEngine(GathersStream):
                     finish = "stop"
                     break
                 inputs = torch.tensor([[token]], device=self._policy.device)
-        text = self._text(request, told_tokens(token_ids, params, request.ends))
+        text = self._text(request, text_tokens(token_ids, params, request.ends))
         return Completion(request.key, token_ids, logprobs, text[: self._stop_place(request, token_ids)], finish, top)
 
     def _text(self, request: Request, token_ids: Sequence[int]) -> str:
@@ -103,7 +103,7 @@ class TransformersEngine(GathersStream):
         ``min_tokens`` do not count."""
         if not request.params.stop:
             return None
-        text = self._text(request, told_tokens(token_ids, request.params, request.ends))
+        text = self._text(request, text_tokens(token_ids, request.params, request.ends))
         early = len(self._text(request, token_ids[: request.params.min_tokens])) if request.params.min_tokens else 0
         places = [text.find(stop, max(0, early - len(stop) + 1)) for stop in request.params.stop]
         return min((place for place in places if place >= 0), default=None)

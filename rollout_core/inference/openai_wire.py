@@ -14,7 +14,7 @@ from typing import Any
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import JsonSchemaOutput, OpenAIBackend
 from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
-from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
+from rollout_core.data.text import decode_as_streamed, decode_completions, text_tokens
 from rollout_core.inference.base import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
 from rollout_core.inference.endpoint import Malformed
 from rollout_core.models.messages import openai_messages
@@ -176,7 +176,7 @@ def _sampled(
     _check_names(names, token_ids)
     drawn = list(zip(token_ids, logprobs, strict=True))
     likely = _likeliest(tops, drawn, params.logprobs, vocab_size) if params.logprobs else []
-    text = _text_of(tokenizer, request, told_tokens(token_ids, params, request.ends), text)
+    text = _text_of(tokenizer, request, text_tokens(token_ids, params, request.ends), text)
     reason = choice["finish_reason"]
     return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
 

@@ -32,7 +32,7 @@ from rollout_core.base.settings import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.config.inference import CPU_BLOCK_SIZE
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
-from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
 from rollout_core.inference.engine_process import (
     BINDING,
@@ -282,7 +282,7 @@ class VLLMEngine(GathersStream):
             self._tokenizer,
             [request.prompt_token_ids for request in requests],
             [
-                told_tokens(output.outputs[0].token_ids, request.params, request.ends)
+                text_tokens(output.outputs[0].token_ids, request.params, request.ends)
                 for output, request in zip(outputs, requests, strict=True)
             ],
         )
