@@ -13,7 +13,7 @@ from functools import partial
 from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.adapters.samples import adapt_rollouts
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.live import LiveRollouts, OnlineState, with_retries, queued
+from rollout_core.agents.live import LiveRollouts, OnlineState, queued, with_retries
 from rollout_core.agents.session import POLICY, RESOURCE, ServedPolicy, Setting
 from rollout_core.base.errors import Recoverable, in_words
 from rollout_core.base.ids import ContentId
