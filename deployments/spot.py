@@ -137,7 +137,7 @@ class GCEMetadata(Metadata):
     def notice(self, *, wait: bool) -> Notice | None:
         url, timeout = f"{self._instance}/preempted", REQUEST_SECONDS
         if wait:
-            # What has changed since the last answer is action at once.
+            # What has changed since the last answer is reported at once.
             url += f"?wait_for_change=true&timeout_sec={CHANGE_SECONDS}&last_etag={self._etag}"
             timeout += CHANGE_SECONDS
         text, headers = _ask(url, {"Metadata-Flavor": "Google"}, timeout=timeout)
