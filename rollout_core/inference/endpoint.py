@@ -119,7 +119,7 @@ class Endpoint:
             )
         return self._session
 
-    def without_key(self, text: str) -> str:
+    def fit_to_show(self, text: str) -> str:
         """What the endpoint says, fit to be kept and shown: one line of limited length, without its key."""
         hidden = text if self._key is None else self._key.hide(text)
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in hidden).split())
@@ -171,7 +171,7 @@ class Endpoint:
             except TimeoutError:
                 problem = f"no whole answer within {self._config.timeout_seconds:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                problem = self.without_key(f"{type(error).__name__}: {error}").rstrip(": ")
+                problem = self.fit_to_show(f"{type(error).__name__}: {error}").rstrip(": ")
             if attempt < retries:
                 await self._back_off(attempt, asked_to_wait)
         raise Passing(f"{self._config.url}: {problem} (after {retries + 1} tries)")
@@ -224,7 +224,7 @@ class Endpoint:
             for key in ("error", "message"):
                 said = said.get(key, said) if isinstance(said, dict) else said
             text = said if isinstance(said, str) else text
-        return self.without_key(text)
+        return self.fit_to_show(text)
 
     async def _back_off(self, attempt: int, asked_to_wait: float) -> None:
         if asked_to_wait:

@@ -131,7 +131,7 @@ class OpenAIEngine(GathersStream):
         return _Asked(outcome, answered=True)
 
     def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
-        return Failure(request.key, self._endpoint.without_key(reason), passing)
+        return Failure(request.key, self._endpoint.fit_to_show(reason), passing)
 
     async def _ask(self, request: Request) -> Outcome:
         """Raises Malformed for an answer that is no outcome."""
@@ -176,7 +176,7 @@ async def _look_up(endpoint: Endpoint, config: OpenAIBackend) -> tuple[str, int 
         raise Recoverable(f"the endpoint does not answer: {error}") from error
     except (Refused, Malformed) as error:
         raise ConfigError(f"{config.url}: {error}") from error
-    named = endpoint.without_key(", ".join(sorted(models)) or "none")
+    named = endpoint.fit_to_show(", ".join(sorted(models)) or "none")
     wanted = config.served_model
     if wanted is None and len(models) != 1:
         raise ConfigError(f"{config.url} serves {len(models)} models ({named}); name one as backend.served_model")
