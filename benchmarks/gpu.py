@@ -242,7 +242,7 @@ def parity(folder: Path, device: str) -> dict[str, str]:
     slept = ""
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
-        engine.rest()
+        engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - free
         began = time.monotonic()
         engine.update_weights(model)

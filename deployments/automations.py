@@ -274,25 +274,25 @@ def bring_about(
     """Install what heals and what tells, and say what changed.
 
     Args:
-        webhook: address that is told from now on.
-        notify: block that is told from now on.
-        quiet: nobody is told any more. Without any of the three it stays as it was.
+        webhook: address that gets notifications from now on.
+        notify: block that gets notifications from now on.
+        quiet: notifications are turned off. Without any of the three it stays as it was.
         silent_seconds: as of `healing`; None: as it was, or the default.
         dry_run: change nothing.
     """
     with get_client(sync_client=True) as client:
         there = present(client)
-        installed, told = silence(there), telling(there)
+        installed, notified = silence(there), telling(there)
         seconds = silent_seconds or max(installed or SILENT_SECONDS, MIN_SILENT_SECONDS)
         wanted = healing(seconds)
         if webhook is not None and not dry_run:
             notify = save_webhook(webhook)
         if notify is not None:
-            told = block_of(client, notify)
+            notified = block_of(client, notify)
         elif webhook is not None or quiet:
-            told = None
-        if told is not None:
-            wanted += notifying(*told)
+            notified = None
+        if notified is not None:
+            wanted += notifying(*notified)
         found = changes(client, wanted, keeps_notifications=not (quiet or notify))
         if not dry_run:
             install(client, found)

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-import tasks.runtime.scheduled_runs  # noqa: F401 - a run whose place is lost goes on
+import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place continues
 from deployments.cloud_doctor import Provider, examined, text
 from rollout_core.base.errors import Fatal
 from tasks.runtime.journal import stage_logger

@@ -82,7 +82,7 @@ def _infer(config: InferBatchConfig, journal: Journal, requested: str | None) ->
 
 
 def _rehearse(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
-    """The stages of a run, beside its output folder, where a run is begun by writing."""
+    """The stages of a run. Its output folder, where a run begins by writing, is left out."""
     model = import_model(config.model).model
     prompts = import_prompts(config)
     num_samples = prompts.num_rows * config.sampling.n

@@ -8,7 +8,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-import tasks.runtime.scheduled_runs  # noqa: F401 - a run whose place is lost goes on
+import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place continues
 from rollout_core.base.locks import sweep
 from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flows.curriculum import Opening, opening_of
+from flows.curriculum import Opening, prompt_schedule
 from flows.partial_rollouts import Carrying
 from flows.replay import Replaying
 from rollout_core.base.errors import Fatal

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from prefect import flow
 
 from flows.learning import learn_from_rows, policy_iterations
-from flows.partial_rollouts import taken_up
+from flows.partial_rollouts import resume_partial
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (

@@ -275,7 +275,7 @@ def _update_context(
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
     here = current_states()
-    lines, told = StepLog(title), events.Training(run.name, job.kind, job.label)
+    lines, emitted = StepLog(title), events.Training(run.name, job.kind, job.label)
 
     def on_step(row: dict[str, float]) -> None:
         bar.show(int(row["step"]), last_step, step_figures(row))

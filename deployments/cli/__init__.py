@@ -7,15 +7,13 @@ import typer
 from flows.cli import app, main as run_app, store_app
 from flows.cli.lazy import add_commands
 
-ops_app = typer.Typer(
-    no_args_is_help=True, help="Look after scheduled runs: how they fare, what heals them, and who is told."
-)
+ops_app = typer.Typer(no_args_is_help=True, help="Health, automations and alerts of scheduled runs.")
 add_commands(
     ops_app,
     {
         "install": (
             "deployments.cli.install:install",
-            "Install the automations that try crashed runs again and tell of failed and late ones.",
+            "Install the automations that restart crashed runs and send alerts of failed and late ones.",
         ),
         "deploy": (
             "deployments.cli.deploy:deploy",
@@ -42,7 +40,7 @@ add_commands(
 )
 app.add_typer(ops_app, name="ops")
 
-cloud_app = typer.Typer(no_args_is_help=True, help="Look at the cloud, or the machine, that runs count on.")
+cloud_app = typer.Typer(no_args_is_help=True, help="Check the cloud or the machine that runs depend on.")
 add_commands(
     cloud_app,
     {

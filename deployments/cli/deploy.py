@@ -17,20 +17,18 @@ def deploy(
     project: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="In which runs work on the workers' machines. Default: where prefect.yaml is."
+            metavar="FOLDER", help="Working folder of runs on the workers' machines. Default: where prefect.yaml is."
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="What the nightly run and the canary run by, a TOML file. Default: what prefect.yaml has for them."
-        ),
+        typer.Option(help="TOML file of the nightly run and the canary. Default: what prefect.yaml names."),
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Bring the deployments of this folder's prefect.yaml to the server, on a work pool.
 
-    Pools and block types are made where they are not there. Deployments that are there move to the pool.
+    Missing pools and block types are created. Deployments that exist move to the pool.
     """
     with one_line_errors(debug):
         with prefect_server(PREFECT_HOME):

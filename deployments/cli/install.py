@@ -1,4 +1,4 @@
-"""`rollout ops install`: automations that heal, and who is told."""
+"""`rollout ops install`: automations that heal, and notifications."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def install(
         str | None,
         typer.Option(
             metavar="URL",
-            # Not as its `envvar`: typer would take that as given beside the other two.
-            help=f"Tell this address, by POST of JSON, of failed and late runs. Default: {WEBHOOK_VARIABLE}.",
+            # Not as its `envvar`: typer would count it as given together with one of the other two.
+            help=f"Address that gets alerts of failed and late runs, as JSON by POST. Default: {WEBHOOK_VARIABLE}.",
         ),
     ] = None,
     notify: Annotated[
         str | None,
         typer.Option(
-            "--notify", metavar="SLUG/NAME", help="Tell by this block of the server, such as slack-webhook/team."
+            "--notify", metavar="SLUG/NAME", help="Send alerts by this Prefect block, such as slack-webhook/team."
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--no-notify", help="Tell nobody any more.")] = False,
+    quiet: Annotated[bool, typer.Option("--no-notify", help="Turn notifications off.")] = False,
     silent_after: Annotated[
         float | None,
         typer.Option(
@@ -40,9 +40,9 @@ def install(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what differs; change nothing.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Install the automations that try crashed runs again and tell of failed and late ones.
+    """Install the automations that restart crashed runs and send alerts of failed and late ones.
 
-    A second time changes nothing. What the last installation was told by options holds until an option says otherwise.
+    Installing twice changes nothing. Options of the last installation hold until an option changes them.
     """
     with one_line_errors(debug):
         if sum([webhook is not None, notify is not None, quiet]) > 1:
@@ -59,7 +59,7 @@ def install(
             if silent_after is not None and silent_after < least:
                 raise ConfigError(f"--silent-after {silent_after:g}: expected at least {least}, three heartbeats")
             if webhook is not None and dry_run:
-                typer.echo("(whom to tell is not looked at by --dry-run --webhook)")
+                typer.echo("(--dry-run does not compare the address of --webhook)")
             for change in automations.bring_about(webhook, notify, quiet, silent_after, dry_run):
                 typer.echo(f"{change.action:6}  {change.name}")
                 for line in change.diff:

@@ -17,7 +17,7 @@ from tasks.runtime.prefect_server import PREFECT_HOME
 def metrics(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 9464,
-    every: Annotated[float, typer.Option(min=1.0, help="Seconds between looks at server, storage, database.")] = 15.0,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between checks of server, storage, database.")] = 15.0,
     debug: Debug = False,
 ) -> None:
     """Serve figures to Prometheus until Ctrl-C: pipeline and store, and learners and engines from ROLLOUT_EVENTS.

@@ -12,7 +12,7 @@ from tasks.runtime.prefect_server import PREFECT_HOME
 def status(as_json: AsJson = False, debug: Debug = False) -> None:
     """Report on the server, pools, workers, scheduled runs, storage and database. Starts nothing.
 
-    Exit code 0: all is well; 1: something needs a person, in lines that begin with "!".
+    Exit code 0: all is well; 1: something needs attention, in lines that begin with "!".
     """
     with one_line_errors(debug):
         server = probes.find_server(PREFECT_HOME, debug=debug)

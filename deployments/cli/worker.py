@@ -20,25 +20,27 @@ SPOT = ("aws", "gce", "auto", "none")
 
 def worker(
     pool: Annotated[str, typer.Option(help="Work pool of type process whose runs this machine takes.")] = "cpu",
-    name: Annotated[str | None, typer.Option(help="Of the worker. Default: machine, user and pool.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the worker. Default: machine, user and pool.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Runs at the same time. Default: any number.")] = None,
     spot: Annotated[
         str,
-        typer.Option(metavar="aws|gce|auto|none", help="Drain at the notice that the cloud takes the machine back."),
+        typer.Option(
+            metavar="aws|gce|auto|none", help="Drain when the cloud announces that it takes the machine back."
+        ),
     ] = "none",
     drain_seconds: Annotated[
         float | None,
         typer.Option(
             min=1.0,
-            help="From SIGTERM to the end, at the latest. Default: 120 on aws, 30 on gce, else what a run may "
-            "take to stop (ROLLOUT_STOP_SECONDS), and 15.",
+            help="Seconds from SIGTERM to the end, at most. Default: 120 on aws, 30 on gce, else the seconds that a "
+            "run may take to stop (ROLLOUT_STOP_SECONDS) plus 15.",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Take runs of a pool until SIGTERM, Ctrl-C or a spot notice, and then drain.
 
-    Draining: no run is taken any more, runs under way keep what they have and are handed back to the server. The worker
+    A draining worker takes no new run; runs under way keep what they have stored and go back to the server. The worker
     is started again when it dies, and after an outage of the server. Exit code 0; 75 after a spot notice.
     """
     with one_line_errors(debug):

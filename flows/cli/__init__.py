@@ -35,7 +35,7 @@ add_commands(
         ),
         "import": (
             "flows.cli.imports:import_model",
-            "Bring a model into the object store and print its content id; what was read is told on stderr.",
+            "Bring a model into the object store and print its content id.",
         ),
         "nightly": ("flows.cli.nightly:nightly", "Fine-tune, PPO, evaluate, promote, report."),
         "runs": (
@@ -70,7 +70,7 @@ add_commands(
         ),
         "promotions": (
             "flows.cli.promotion:promotions",
-            "Print which models were the latest: when, by whom, why; the newest first.",
+            "Print the history of the latest model: when, who and why, newest first.",
         ),
         "promote": ("flows.cli.promotion:promote", "Make a model the latest, without asking for evidence."),
         "rollback": ("flows.cli.promotion:rollback", "Serve again the model that was the latest before."),
@@ -142,7 +142,9 @@ _STORAGE_DU = (
     "Print what uses how much: of all that each purpose needs, and of what it alone needs.",
 )
 
-snapshot_app = typer.Typer(no_args_is_help=True, help="Look after snapshots, such as training states.")
+snapshot_app = typer.Typer(
+    no_args_is_help=True, help="List, save, restore and prune snapshots, such as training states."
+)
 add_commands(
     snapshot_app,
     {
@@ -169,13 +171,13 @@ add_commands(
 )
 app.add_typer(snapshot_app, name="snapshot")
 
-storage_app = typer.Typer(no_args_is_help=True, help="Look after the object store.")
+storage_app = typer.Typer(no_args_is_help=True, help="Check, measure and clean up the object store.")
 add_commands(
     storage_app,
     {
         "verify": (
             "flows.cli.verify:storage_verify",
-            "Read everything that is stored and name what is damaged or missing, and who needs it.",
+            "Read everything that is stored; print what is damaged or missing, and which records need it.",
         ),
         "gc": _STORAGE_GC,
         "du": _STORAGE_DU,

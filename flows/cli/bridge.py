@@ -40,7 +40,8 @@ def store_bridge(
         str | None, typer.Option("--api-key-env", help="Environment variable that holds the server's key.")
     ] = None,
     wait: Annotated[
-        float, typer.Option("--wait", min=0.0, help="Seconds that queue and store may be away at the start.")
+        float,
+        typer.Option("--wait", min=0.0, help="Seconds to wait at the start for a queue or store that does not answer."),
     ] = BRIDGE_WAIT_SECONDS,
     debug: Debug = False,
 ) -> None:

@@ -32,13 +32,13 @@ def storage_gc(
     now: Annotated[
         bool, typer.Option("--now", help="Delete without a grace period; refused while runs are under way.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; change nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Give up old training states, results and promoted models, and delete what nothing needs any more.
 
-    Safe beside running flows: what they have used or made stays. The database of the settings is asked what it names.
+    Safe while flows run: what they have used or made stays, as does what the settings' database names.
     Exit code 1: nothing could be deleted, because something is damaged.
     """
     with one_line_errors(debug):

@@ -21,13 +21,16 @@ def export(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="Of a model or training state, or the first digits, at least 8; latest: what is served."
+            metavar="ID",
+            help="Id of a model or training state, or its first digits, at least 8; latest: the served model.",
         ),
     ],
     folder: Annotated[
         Path | None, typer.Argument(help="A new folder; it appears whole and verified, or not at all.")
     ] = None,
-    resource: Annotated[str, typer.Option("--resource", help="Whose latest model, where ID is latest.")] = "policy",
+    resource: Annotated[
+        str, typer.Option("--resource", help="Resource whose latest model is meant, where ID is latest.")
+    ] = "policy",
     push: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="REPO", help="Upload it there, such as my-team/my-model.")
     ] = None,

@@ -21,13 +21,13 @@ from tasks.runtime.prefect_server import object_store
 
 
 def reproduce(
-    content_id: Annotated[str, typer.Argument(metavar="ID", help="Of a checkpoint or any other result of stages.")],
+    content_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Content id of a checkpoint or any other result of a stage.")
+    ],
     into: Annotated[
         Path | None, typer.Option("--into", help="Folder for an object store, database and cache of its own.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Say whether all that it takes is there; run nothing.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check that everything needed is there; run nothing.")] = False,
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:

@@ -52,7 +52,7 @@ def samples(
                 _print_sample(texts.readable(chosen.model, row), as_json)
             following = None if as_json else next(rows, None)
         if following is not None:
-            typer.echo(f"more fit: --from {following.number} goes on, --limit prints more, --json all")
+            typer.echo(f"more fit: --from {following.number} continues, --limit prints more, --json all")
 
 
 def _print_sample(row: SampleView, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from flows.cli.storage import ShortId, StoragePath
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects.addresses import complete_snapshot_id
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
-from rollout_core.objects.trees import file_beside
+from rollout_core.objects.trees import temp_sibling
 from tasks.runtime.prefect_server import object_store
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only snapshots of this run.")]

@@ -24,7 +24,7 @@ def store_copy(
     """Copy a whole store into another database, such as from SQLite to PostgreSQL.
 
     It has rollouts, attempts, spans, resources and workers. Everything that uses either database has to end first.
-    Every row is read back and compared; a copy that was killed goes on where it was when it is started again.
+    Every row is read back and compared. Start a killed copy again, and it continues where it stopped.
     """
     with one_line_errors(debug):
         shown = time.monotonic()

@@ -1,4 +1,4 @@
-"""`rollout tail`: a run as it goes on."""
+"""`rollout tail`: a run while it is under way."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def tail(run: RunName = "latest", storage: StoragePath = None, debug: Debug = Fa
 
 
 def _follow(objects: ObjectStore, records: RunRecords, head: RunHead) -> str:
-    told, step = 0.0, ""
+    printed_until, step = 0.0, ""
     while True:
         head, detail = records.detail(head)
-        for call in (call for call in detail.calls if call.ended > told):
+        for call in (call for call in detail.calls if call.ended > printed_until):
             at = datetime.fromtimestamp(call.ended, UTC)
-            told = call.ended
+            printed_until = call.ended
             done = f"{call.stage} {call.label}: {call.state.lower()}, {call.seconds:.2f} s"
             typer.echo(f"{at:%H:%M:%S}  {visible(done)}")
         if detail.live is not None and detail.live.rows:

@@ -35,9 +35,9 @@ def storage_verify(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Read everything that is stored and name what is damaged or missing, and who needs it.
+    """Read everything that is stored; print what is damaged or missing, and which records need it.
 
-    Exit code 0: all is whole, or whole again and nothing lost; 1: there is damage. Safe beside running flows.
+    Exit code 0: everything is intact, or repaired without loss; 1: there is damage. Safe while flows run.
     """
     with one_line_errors(debug):
         with object_store(storage) as objects:

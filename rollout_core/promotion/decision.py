@@ -41,9 +41,12 @@ def weigh(
     divergences: Sequence[Divergence],
     backend: BackendConfig | None,
 ) -> Evidence:
-    """All that speaks for and against ``after`` beside its rivals, by moment. ``guarded``: the evaluations that guards
-    look at beside these; ``divergences``: from each rival, where a guard asks for it; ``backend``: what drew the
-    completions, for the evidence to say in which precision. Raises ConfigError where a guard has nothing to look at."""
+    """All that speaks for and against ``after`` in comparison with its rivals, by moment.
+
+    ``guarded``: the evaluations that guards look at as well; ``divergences``: from each rival, where a guard asks for
+    it; ``backend``: what drew the completions, for the evidence to say in which precision. Raises ConfigError where a
+    guard has nothing to look at.
+    """
     return Evidence(
         comparisons=_compare(objects, rivals, after, config),
         guards=_judge(objects, rivals, after, config, guarded, divergences),

@@ -31,7 +31,7 @@ def compute_scores(
     shared_as: ContentId | None = None,
 ) -> tuple[Scores, list[Fatal]]:
     """Rewards of ``completions`` in order, filed as a JSON list; ``by_part`` those of a weighted sum's parts too.
-    Completions on which the reward abstained or failed have none and are counted; the failures come beside the scores.
+    Completions on which the reward abstained or failed have none and are counted; the failures are returned, too.
 
     ``shared_as``: the key by which helpers know them. Raises Fatal where the reward failed on more than it may, or none
     has a score.

@@ -35,6 +35,6 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:  # started by a worker for one flow run
     collect_seldom()
     if NUMERICS not in os.environ:  # its parameters say how it is to compute
         hold_numerics(requested_numerics(_parameters_of(os.environ["PREFECT__FLOW_RUN_ID"])))
-# OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
+# OpenMP's threads otherwise spin while they wait for each other: next to any other busy process on the same cores,
 # training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

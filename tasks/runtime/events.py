@@ -3,7 +3,7 @@
 Lines are written for people's programs alone: no stage reads them, and none waits for them or fails by them. They go to
 the file that ``ROLLOUT_EVENTS`` names (all runs of a machine may write to one), or to stderr; without it, nowhere.
 
-The Prefect server is told of what is rare, so that its automations can act on it: ``rollout.promoted``,
+The Prefect server gets what is rare, so that its automations can act on it: ``rollout.promoted``,
 ``rollout.run_done``. That goes out with the artifacts, from a thread of its own (`tasks.runtime.artifact_sender`):
 nothing waits for a server that is away, and what happened meanwhile is sent in its order once it answers again. Each
 event keeps its id, so that the server files it once. ``ROLLOUT_PREFECT_EVENTS=off`` switches them off.

@@ -40,7 +40,7 @@ from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry, Crashed
 
-import tasks.runtime.scheduled_runs  # noqa: F401 - a run whose place is lost goes on
+import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place continues
 from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
 from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherOutcome, RolloutError

@@ -40,7 +40,7 @@ class Progress:
     curve: Curve
     temperature: float | None = None
     """At which the completions behind the curve were drawn, where it is a reward on the scale of the held-out one; that
-    is then marked beside it."""
+    is then marked in its picture."""
     others: Sequence[Curve] = ()
 
 

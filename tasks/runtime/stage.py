@@ -35,7 +35,7 @@ from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, N
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, run_interruptibly
-from rollout_core.config import beside_identity, identity
+from rollout_core.config import identity, non_identity_inputs
 from rollout_core.config.inference import StagePlace
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
@@ -224,7 +224,7 @@ class Stage(Generic[P, R]):
             prepared = self._prepare(inputs)
             started = time.monotonic()
             with TagsContext(current_tags=set()):
-                state = cast(State[dict[str, Any]], prepared(**inputs, **self._beside(inputs), return_state=True))
+                state = cast(State[dict[str, Any]], prepared(**inputs, **self._options(inputs), return_state=True))
             return self._result(inputs, state, time.monotonic() - started, span)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
@@ -233,7 +233,7 @@ class Stage(Generic[P, R]):
         span, journal = self._span(inputs), current_journal()
         call = None if journal is None else journal.begin(title_of(self.name, self._label(inputs)))
         with span.as_current(), TagsContext(current_tags=set()):
-            future = runner.submit(self._prepare(inputs), {**inputs, **self._beside(inputs)})
+            future = runner.submit(self._prepare(inputs), {**inputs, **self._options(inputs)})
 
         def result(state: State[Any], seconds: float) -> R:
             if journal is not None:
@@ -352,7 +352,7 @@ class Stage(Generic[P, R]):
         run.__annotations__ = {**self._function.__annotations__, **options, "return": dict}
         return run
 
-    def _beside(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, inputs: dict[str, Any]) -> dict[str, Any]:
         journal = current_journal()
         makers = {} if journal is None else journal.makers_for(named_in(identity(spread_arguments(inputs))))
         return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.time), MAKERS: makers}
@@ -373,12 +373,12 @@ class Stage(Generic[P, R]):
         emit(WorkStart(stage=self.name))
         return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
-    def _compute_in_time(self, run: StageRun, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
-        with in_time(self.name, self.time, beside[TIMEOUT]):
+    def _compute_in_time(self, run: StageRun, inputs: dict[str, Any], options: Mapping[str, Any]) -> R:
+        with in_time(self.name, self.time, options[TIMEOUT]):
             return self._compute(run, inputs)
 
-    def _compute_once(self, run: StageRun, inputs: dict[str, Any], beside: Mapping[str, Any]) -> R:
-        with alone(run.key, self.name) as check, in_time(self.name, self.time, beside[TIMEOUT]):
+    def _compute_once(self, run: StageRun, inputs: dict[str, Any], options: Mapping[str, Any]) -> R:
+        with alone(run.key, self.name) as check, in_time(self.name, self.time, options[TIMEOUT]):
             run = replace(run, check=check)
             _current_run.set(run)
             record = None if _computes_again.get() else self._stored(run.storage, run.key)

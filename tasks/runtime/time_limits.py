@@ -51,7 +51,7 @@ def in_time(stage: str, time: StageTime, seconds: float | None) -> Iterator[None
     def end() -> None:
         reason = (
             f"stage {stage} took longer than {seconds:g} s (timeouts.{time}); what it stored is kept, and "
-            "the next try goes on from there. If it needs longer, raise the time-out"
+            "the next try continues from there. If it needs longer, raise the time-out"
         )
         interruption.request(StageTimeout(reason), within_seconds=KEEP_SECONDS)
 

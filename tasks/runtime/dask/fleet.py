@@ -123,7 +123,7 @@ class DaskFleet:
         self._driver = driver
         self._at_once = at_once
         self._shared: WorkersConfig | None = None
-        """What workers are told of helpers of their stage (`tasks.runtime.placement.sharing`)."""
+        """What workers know of helpers of their stage (`tasks.runtime.placement.sharing`)."""
         self._context = _flow_context()
         self._tally = tally(driver.run_id)
         self._jobs: dict[str, _Job] = {}
