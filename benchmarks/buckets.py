@@ -149,7 +149,7 @@ def serve(kind: str) -> tuple[subprocess.Popen[str], str]:
 def serve_here(kind: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if kind == "GCS":
-        from tests.gcp_server import google_cloud
+        from tests.support.gcp_server import google_cloud
 
         with google_cloud(BUCKET) as server:
             print(server.url, flush=True)

@@ -42,11 +42,11 @@ import pytest
 from hypothesis import settings
 
 from rollout_core.base.garbage import collect_seldom
-from tests import forked, machine
-from tests.gcp_server import GoogleCloud, google_cloud
-from tests.leftovers import Leftovers, TemporaryFolder
-from tests.object_files import BUCKET
-from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
+from tests.objects.object_files import BUCKET
+from tests.support import forked, machine
+from tests.support.gcp_server import GoogleCloud, google_cloud
+from tests.support.leftovers import Leftovers, TemporaryFolder
+from tests.support.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 PROJECT = Path(__file__).resolve().parent.parent
 # An example's usual time limit of 0.2 s is one for a quiet machine.
@@ -211,7 +211,7 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chat_base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with ChatML as its template, which ends turns by another token than its EOS."""
-    from tests.chat_models import make_chat_base
+    from tests.models.chat_models import make_chat_base
 
     folder = tmp_path_factory.mktemp("models") / "chat-base"
     make_chat_base(tiny_model, folder)
@@ -271,7 +271,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: P
     import prefect.main  # noqa: F401 - sets logging up, which would take a test's own handlers away
 
     from tasks.runtime.prefect_server import SERVER_SETTINGS
-    from tests.prefect_servers import prefect_process
+    from tests.support.prefect_servers import prefect_process
 
     home, logs = tmp_path_factory.mktemp("prefect"), ServerLogs()
     log = logs.watch(home / "server.log")

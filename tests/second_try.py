@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.server_logs import OF_SEVERAL_TESTS
+from tests.support.server_logs import OF_SEVERAL_TESTS
 
 MAX_FAILED = 20
 """More than these are no accident."""

@@ -15,7 +15,7 @@ import pytest
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.store import SqlLightningStore
 from tests.conftest import PROJECT
-from tests.faces import relocated, stubs
+from tests.support.faces import relocated, stubs
 
 LIBRARY = PROJECT / "examples" / "library"
 PAGE = PROJECT / "docs" / "library.md"

@@ -2,7 +2,7 @@
 
 A content id is the blake3 digest of bytes, written as 64 lower-case hex digits. Structures are hashed as
 ``blake3(tag || 0x00 || canonical JSON)``; the tag names the kind and the version of its schema, so two kinds never
-collide and a change of meaning changes every id. One digest of each kind is pinned in ``tests/test_ids.py``.
+collide and a change of meaning changes every id. One digest of each kind is pinned in ``tests/base/test_ids.py``.
 """
 
 from __future__ import annotations

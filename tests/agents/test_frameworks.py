@@ -45,8 +45,8 @@ from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.semconv import LLM_CALL
 from tests.conftest import PROJECT
 from tests.flows.kills import free_port
-from tests.server_logs import ERROR
 from tests.store.patience import LONG
+from tests.support.server_logs import ERROR
 from tests.test_wheel import build_wheel
 
 AGENTS = PROJECT / "tests" / "agents" / "frameworks"

@@ -20,7 +20,7 @@ from rollout_core.data.tokenized import ItemTable, ItemWriter
 from rollout_core.models.messages import ChatMessage
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.plans.resources import row_tokens
-from tests.rows import tokenize_sft
+from tests.support.rows import tokenize_sft
 
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (

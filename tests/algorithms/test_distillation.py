@@ -22,7 +22,7 @@ from rollout_core.config import BudgetConfig, Distillation, HeldOutRows, JsonlDa
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.facts import check_teacher
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
-from tests.rows import tokenize_sft
+from tests.support.rows import tokenize_sft
 
 BETAS = [0.0, 0.1, 0.5, 1.0]
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"))

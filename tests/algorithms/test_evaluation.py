@@ -21,7 +21,7 @@ from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import SnapshotStore
-from tests.rows import tokenize_sft
+from tests.support.rows import tokenize_sft
 
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
 ROWS = sft_rows(5, first=40)

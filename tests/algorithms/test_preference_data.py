@@ -11,7 +11,7 @@ from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.data.datasets import PairRow, UnpairedRow, to_jsonl
 from rollout_core.data.preference_data import Pair, UnpairedPreference
 from rollout_core.models.pretrained import load_tokenizer
-from tests.rows import parse_pairs, parse_unpaired, tokenize_pairs, tokenize_unpaired
+from tests.support.rows import parse_pairs, parse_unpaired, tokenize_pairs, tokenize_unpaired
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"

@@ -20,7 +20,7 @@ from rollout_core.config import LossOn
 from rollout_core.data.datasets import PairRow, PromptRow, SftRow
 from rollout_core.data.examples import DataReport, Example
 from rollout_core.data.text import tokenize_prompts
-from tests.rows import tokenize_pairs, tokenize_sft
+from tests.support.rows import tokenize_pairs, tokenize_sft
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"

@@ -28,8 +28,8 @@ from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.facts import end_ids
 from rollout_core.models.pretrained import load_tokenizer
-from tests.chat_models import make_chat_base
-from tests.rows import tokenize_pairs
+from tests.models.chat_models import make_chat_base
+from tests.support.rows import tokenize_pairs
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=24)

@@ -48,8 +48,8 @@ from rollout_core.data.packing import Document, pack
 from rollout_core.data.samples import SampledCompletion, decode_completions_blob
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects import SnapshotStore
-from tests.padding import pad_vocabulary
-from tests.rows import parse_sft, tokenize_sft
+from tests.support.padding import pad_vocabulary
+from tests.support.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests import forked
 from tests.flows.conftest import wait_for, write_toml
-from tests.object_files import BUCKET
+from tests.objects.object_files import BUCKET
+from tests.support import forked
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 

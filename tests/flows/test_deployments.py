@@ -31,8 +31,8 @@ from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.lineage import lineage_of
 from tasks.runtime.prefect_server import LOG
-from tests import forked
 from tests.flows.conftest import objects, snapshots_of, wait_for
+from tests.support import forked
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 

@@ -14,10 +14,10 @@ import pytest
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.verification import verify_store
-from tests.faulty_proxy import KINDS, faulty_proxy
 from tests.flows.conftest import write_toml
 from tests.flows.test_resume import finish, nightly
-from tests.object_files import BUCKET
+from tests.objects.object_files import BUCKET
+from tests.support.faulty_proxy import KINDS, faulty_proxy
 
 pytestmark = pytest.mark.server
 

@@ -13,8 +13,8 @@ from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.giving_up import free, give_up_state
 from tasks.runtime import kept_states as keeping
 from tasks.runtime.kept_states import Keeping
-from tests.test_cli import rollout
-from tests.test_giving_up import update
+from tests.cli.test_cli import rollout
+from tests.objects.test_giving_up import update
 
 
 @pytest.fixture

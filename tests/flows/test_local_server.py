@@ -30,9 +30,9 @@ from tasks.runtime import server_process
 from tasks.runtime.prefect_server import prefect_server
 from tasks.runtime.server_process import LOCK, TriedAgain, leave_out_prefect_dask, update_automations_without_waiting
 from tasks.runtime.server_tables import DATABASE
-from tests import forked
 from tests.flows.conftest import wait_for
-from tests.server_logs import ServerLogs
+from tests.support import forked
+from tests.support.server_logs import ServerLogs
 
 PROJECT = Path(__file__).resolve().parents[2]
 

@@ -33,9 +33,9 @@ from rollout_core.objects.records import EvalReport, Record, Scores
 from tasks.runtime.connections import result_storage
 from tasks.runtime.stage import Stage
 from tests.conftest import PROJECT
-from tests.gguf_files import make_model, write_model
+from tests.models.gguf_files import make_model, write_model
+from tests.models.test_adapters import make_adapter
 from tests.plan.planning import TEMPLATE
-from tests.test_adapters import make_adapter
 
 
 class Trained(Record):

@@ -26,8 +26,8 @@ from rollout_core.config import (
 from rollout_core.data.samples import decode_samples
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
 from rollout_core.runs.records import RunHead
-from tests import forked
 from tests.flows.conftest import objects, snapshots_of
+from tests.support import forked
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("rm", "dpo", "ipo", "kto")

@@ -15,7 +15,7 @@ from flows.cli import app
 from rollout_core.base.ids import ContentId
 from tasks.runtime.summary import plain
 from tests.flows.conftest import objects
-from tests.task_runs import ended_task_runs
+from tests.support.task_runs import ended_task_runs
 
 
 def rollout(*arguments: str, code: int = 0) -> Result:

@@ -16,7 +16,7 @@ from rollout_core.runs.samples import shown_prompt
 from tasks.runtime.journal import StageEntry
 from tasks.runtime.nightly_report import Progress, Report, compare_samples, write_report
 from tasks.runtime.report import Curve, curves_of_iterations, figure_of_steps, picture
-from tests.evaluations import evaluation
+from tests.support.evaluations import evaluation
 
 SOME = hash_bytes(b"some")
 

@@ -19,8 +19,8 @@ from rollout_core.runs.figures import curves_of
 from rollout_core.runs.records import RunHead, RunRecords, runs_under_way, shown_state
 from rollout_core.runs.samples import sample_sets
 from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_for, write_toml
-from tests.machine import CHROMIUM
-from tests.pages import chromium, serving
+from tests.support.machine import CHROMIUM
+from tests.support.pages import chromium, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 

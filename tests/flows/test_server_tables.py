@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks.runtime.server_tables import DATABASE, kept_tables
-from tests import forked
+from tests.support import forked
 
 PROJECT = Path(__file__).resolve().parents[2]
 MAKE = """

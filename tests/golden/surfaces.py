@@ -17,9 +17,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel
 
-from tests.faces import offered, stubs
 from tests.golden.keys import PROJECT
 from tests.structure import PACKAGES
+from tests.support.faces import offered, stubs
 
 Lines = dict[str, list[str]]
 

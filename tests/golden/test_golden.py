@@ -18,7 +18,7 @@ RULE = "raise a version"
     ids=lambda golden: golden.name,
 )
 def test_what_is_stored_or_typed_is_what_it_was(golden: Golden):
-    """`numerics.json` is compared in tests/test_numerics.py."""
+    """`numerics.json` is compared in tests/base/test_numerics.py."""
     complaint = golden.complaint(golden.make())
     assert not complaint, complaint
 

@@ -15,8 +15,8 @@ from rollout_core.config import VLLMBackend
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.models.pretrained import load_tokenizer
-from tests.padding import pad_vocabulary
 from tests.store.patience import LONG
+from tests.support.padding import pad_vocabulary
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.gcp_server import GoogleCloud
-from tests.object_files import BUCKET
+from tests.objects.object_files import BUCKET
+from tests.support.gcp_server import GoogleCloud
 
 
 def use_s3(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.data.samples import Failure
 from rollout_core.inference.openai_http import OpenAIEngine
-from tests.object_files import BUCKET
+from tests.objects.object_files import BUCKET
 from tests.store.patience import LONG
 from tests.store.postgres import PostgresServer
 

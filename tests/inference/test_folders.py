@@ -20,7 +20,7 @@ from rollout_core.inference.folders import OutputFolder, output_folder
 from rollout_core.objects import ObjectStore, buckets, trees
 from rollout_core.objects.buckets import RemoteFiles, StreamedUpload
 from rollout_core.objects.s3 import S3Files
-from tests.object_files import python
+from tests.objects.object_files import python
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3", "gcs"])

@@ -22,7 +22,7 @@ from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.engine_process import EngineProcess
 from rollout_core.inference.hf import TransformersEngine, _distribution
 from rollout_core.models.pretrained import load_causal_lm
-from tests.padding import pad_vocabulary
+from tests.support.padding import pad_vocabulary
 
 pytestmark = pytest.mark.engine
 

@@ -212,7 +212,7 @@ async def test_more_samples_of_a_prompt_are_others_and_keep_those_there_are(vllm
 
 
 def test_a_model_with_an_adapter_goes_into_the_running_engine(vllm_engine, small, tokenizer, tmp_path):
-    from tests.test_adapters import make_adapter
+    from tests.models.test_adapters import make_adapter
 
     adapter = make_adapter(small.folder, tmp_path / "adapter")
     objects = ObjectStore.from_url(f"file://{tmp_path / 'objects'}")

@@ -23,10 +23,10 @@ import pytest
 import yaml
 
 from tasks.runtime.prefect_server import SERVER_SETTINGS
-from tests import forked
 from tests.flows.conftest import PATIENCE_SECONDS, small_nightly, wait_for
-from tests.prefect_servers import prefect_process
-from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
+from tests.support import forked
+from tests.support.prefect_servers import prefect_process
+from tests.support.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 __all__ = ["small_nightly"]  # a fixture
 PROJECT = Path(__file__).resolve().parents[2]

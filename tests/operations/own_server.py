@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.runtime.prefect_server import SERVER_SETTINGS
-from tests import forked
 from tests.flows.conftest import wait_for
-from tests.prefect_servers import prefect_process
-from tests.server_logs import OF_SEVERAL_TESTS, ServerLogs
+from tests.support import forked
+from tests.support.prefect_servers import prefect_process
+from tests.support.server_logs import OF_SEVERAL_TESTS, ServerLogs
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROLLOUT = ("-c", "from deployments.cli import main; main()")

@@ -47,17 +47,17 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import history_of
 from rollout_core.runs.records import RunRecords
-from tests.faulty_proxy import OUTAGES, FaultyProxy, faulty_proxy
 from tests.flows.conftest import nightly_config, wait_for, write_toml
 from tests.flows.kills import Part, PostgresPart, answers, free_port
-from tests.leftovers import unused
 from tests.operations.conftest import PROJECT, SETTINGS, receiving
 from tests.operations.kills import make_task
 from tests.operations.own_server import ROLLOUT
 from tests.operations.several import OneOfSeveral, server_settings
 from tests.operations.test_nights import nightly
-from tests.server_logs import ERROR, records
-from tests.storage_kills import BUCKET, on_s3
+from tests.support.faulty_proxy import OUTAGES, FaultyProxy, faulty_proxy
+from tests.support.leftovers import unused
+from tests.support.server_logs import ERROR, records
+from tests.support.storage_kills import BUCKET, on_s3
 
 FLOW, WORKER, SUPERVISOR, STARTING, WORKING = "flow", "worker", "supervisor", "engine, starting", "engine, at work"
 SERVER, DATABASE, STORAGE = "server", "database", "storage"

@@ -15,8 +15,8 @@ from deployments import cloud_doctor
 from deployments.cli import app
 from rollout_core.base import secret_sources
 from rollout_core.objects import ObjectStore
-from tests.gcp_server import GoogleCloud, service_account
-from tests.object_files import BUCKET, keys
+from tests.objects.object_files import BUCKET, keys
+from tests.support.gcp_server import GoogleCloud, service_account
 
 NAMES = list(cloud_doctor.NAMES)
 

@@ -31,11 +31,11 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
 from tasks.runtime.flow_run import HANDED_BACK
-from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import PROJECT, Machine
 from tests.operations.own_server import stranger
-from tests.server_logs import ServerLogs
+from tests.support import forked
+from tests.support.server_logs import ServerLogs
 
 INTERRUPTED = "Crash detected! Execution was aborted|Finished in state .*(by a termination|process was asked to stop)"
 STEPS = 500

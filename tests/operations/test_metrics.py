@@ -23,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.metrics import MOST_RUNS, Events, Followed, _keep_following
 from tasks.runtime import events
-from tests import forked
 from tests.flows.conftest import wait_for
 from tests.operations.own_server import PROJECT, ROLLOUT, rollout
+from tests.support import forked
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

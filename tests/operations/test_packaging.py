@@ -28,7 +28,7 @@ from deployments.cli import app
 from deployments.cli.worker import EXIT_DRAINED
 from deployments.serve import PROJECT
 from tasks.runtime.prefect_server import SERVER_SETTINGS
-from tests.machine import SYSTEMD, require
+from tests.support.machine import SYSTEMD, require
 
 UNITS = sorted((PROJECT / "deployments" / "systemd").glob("*.service"))
 TEMPLATES = sorted((PROJECT / "deployments" / "templates").glob("*.json"))

@@ -19,12 +19,12 @@ from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
 from tests.flows.conftest import wait_for
 from tests.flows.kills import answers, free_port
-from tests.object_files import BUCKET
+from tests.objects.object_files import BUCKET
 from tests.operations.conftest import PROJECT, SETTINGS, end
 from tests.operations.several import OneOfSeveral, server_settings
 from tests.operations.test_nights import kill_run, nightly, shortest
-from tests.server_logs import ServerLogs
 from tests.store.postgres import PostgresServer
+from tests.support.server_logs import ServerLogs
 
 
 @contextmanager

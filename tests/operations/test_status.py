@@ -38,7 +38,7 @@ from rollout_core.store import SqlLightningStore
 from rollout_core.store.types import EnqueueRolloutRequest
 from tests.flows.conftest import wait_for
 from tests.operations.own_server import PROJECT, OwnServer, own_server, rollout, stranger
-from tests.server_logs import ServerLogs
+from tests.support.server_logs import ServerLogs
 
 SECRET = "s3cret-of-the-database"
 NIGHTLY = {"cron": "0 2 * * *", "timezone": "UTC"}

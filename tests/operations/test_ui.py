@@ -40,10 +40,10 @@ from rollout_core.store import InMemoryLightningStore, SqlLightningStore
 from rollout_core.store.http.app import create_app
 from rollout_core.store.http.serve import ServeSettings, with_pages
 from rollout_core.store.types import AttemptUpdate, Worker
-from tests.pages import LIKENESS, RENAMED, TILE, chromium, difference, tile_of
-from tests.server_logs import ServerLogs
+from tests.runs.test_run_records import evaluated
 from tests.store.conftest import Make
-from tests.test_run_records import evaluated
+from tests.support.pages import LIKENESS, RENAMED, TILE, chromium, difference, tile_of
+from tests.support.server_logs import ServerLogs
 
 NASTY = """<script>document.title='taken'</script><img src=x onerror="document.title='taken'">"'{{ 7*7 }}"""
 KEY = "open sesame"

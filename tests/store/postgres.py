@@ -21,8 +21,8 @@ import pytest
 
 from rollout_core.store.sql.by_url import migrate
 from rollout_core.store.sql.tables import metadata
-from tests.machine import POSTGRES, postgres_programs, require
 from tests.store.patience import LONG, wait_until
+from tests.support.machine import POSTGRES, postgres_programs, require
 
 SETTINGS = {
     "listen_addresses": "",

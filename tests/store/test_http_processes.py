@@ -24,9 +24,9 @@ from deployments.cli import app
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.locks import SCRATCH_PREFIX, sweep
 from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
-from tests import forked
 from tests.store.patience import FOREVER, LONG, until, wait_until
 from tests.store.ports import own_port
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("http_child.py")
@@ -239,7 +239,7 @@ async def test_workers_share_a_database_and_add_up_their_metrics(url):
 SLOW_START = """
 import os, sys, time
 from pathlib import Path
-from tests import forked
+from tests.support import forked
 if "--multiprocessing-fork" in sys.orig_argv:
     Path(os.environ["STARTS"], str(os.getpid())).touch()
     time.sleep(float(os.environ["SLOW"]))

@@ -29,9 +29,9 @@ from rollout_core.store.bridge.bridge import Bridge, rollout_request
 from rollout_core.store.bridge.queues import Message
 from rollout_core.store.bridge.running import look_at_queue, open_queue
 from rollout_core.store.bridge.sqs import SQSQueue
-from tests.gcp_server import GoogleCloud, service_account
 from tests.store.patience import FOREVER, LONG
 from tests.store.ports import own_port
+from tests.support.gcp_server import GoogleCloud, service_account
 
 PROJECT = "tests"
 

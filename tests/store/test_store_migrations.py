@@ -22,8 +22,8 @@ from rollout_core.store.sql import by_url, sqlite
 from rollout_core.store.sql.database import REVISIONS
 from rollout_core.store.sql.postgres_server import connect
 from rollout_core.store.sql.tables import metadata
-from tests import forked
 from tests.store.patience import LONG
+from tests.support import forked
 
 pytestmark = pytest.mark.asyncio
 

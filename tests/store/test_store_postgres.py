@@ -33,10 +33,10 @@ from rollout_core.store import (
 from rollout_core.store.sql import group_commit, postgres as postgres_sessions, postgres_server, store as sql_store
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.postgres_server import connect, is_lost
-from tests import forked
 from tests.store.forking import leave
 from tests.store.patience import FOREVER, LONG, until
 from tests.store.postgres import DATABASE, PostgresServer
+from tests.support import forked
 
 pytestmark = pytest.mark.asyncio
 

@@ -20,9 +20,9 @@ from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig, SqlLightningStore
 from rollout_core.store.sql import store as sql_store
 from rollout_core.store.sql.database import REVISIONS
-from tests import forked
 from tests.store.forking import leave
 from tests.store.patience import FOREVER, LONG
+from tests.support import forked
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,8 +16,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, EvalReport
 from rollout_core.promotion.evidence import GuardReports
 from rollout_core.store import LLM
-from tests.evaluations import evaluation
-from tests.task_runs import ended_task_runs
+from tests.support.evaluations import evaluation
+from tests.support.task_runs import ended_task_runs
 
 pytestmark = pytest.mark.server
 

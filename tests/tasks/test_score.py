@@ -16,7 +16,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
 from rollout_core.rewards import source_ids
 from rollout_core.rewards.source_ids import source_id
-from tests.task_runs import ended_task_runs
+from tests.support.task_runs import ended_task_runs
 
 pytestmark = pytest.mark.server
 SPEC = FunctionReward(callable="mine.py:reward")

@@ -23,7 +23,7 @@ from rollout_core.config import Run, RunInfo, SnapshotPolicy, StageTimeouts
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of, trace_lineage
 from rollout_core.objects.records import BlobId, Checkpoint, Record
-from tests.task_runs import ended_task_runs
+from tests.support.task_runs import ended_task_runs
 
 pytestmark = pytest.mark.server
 
