@@ -23,7 +23,7 @@ from rollout_core.config.cloud import parse_cloud
 from tests.conftest import PROJECT
 
 RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*.md"))
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")), *RESULTS]
+PAGES = [PROJECT / "README.md", PROJECT / "AGENTS.md", *sorted((PROJECT / "docs").glob("*.md")), *RESULTS]
 FILE_ENDINGS = {"gguf", "md", "py", "json", "jsonl", "toml", "parquet"}
 OWN_FILES = {"my.toml", "batch.toml", "nightly.toml", "sft.toml", "grpo.toml"}
 """Files that stand for the reader's own; an example of the repository takes their place here."""
