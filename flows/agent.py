@@ -29,7 +29,7 @@ from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.promotion import Promotion, file_state, in_base_precision, latest_model, promote
 from tasks.runtime.artifacts import draw_curve
 from tasks.runtime.connections import objects, open_store, working_folder
-from tasks.runtime.dry_run import stages_end
+from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, log_iteration
 from tasks.runtime.kept_states import keeping
@@ -111,10 +111,10 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
         latest = seen.model
         rival = evaluate(latest, "latest") if latest is not None and latest not in (model, final) else None
         promotion = promote(before, rival, after, config.promotion, instead_of=seen.served, backend=config.backend)
-        stages_end()
+        end_of_stages()
         verdict = reason_of(promotion, seen.served, config.run.name, config.promotion)
         promotion = promotion.model_copy(update={"reason": verdict})
-    stages_end()
+    end_of_stages()
     held_out_rewards = {
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
     }

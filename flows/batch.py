@@ -45,7 +45,7 @@ from tasks.imports import import_model
 from tasks.runtime import artifacts, connections
 from tasks.runtime.artifacts import draw_histogram
 from tasks.runtime.connections import objects, working_folder
-from tasks.runtime.dry_run import current_rehearsal, stages_end
+from tasks.runtime.dry_run import current_dry_run, end_of_stages
 from tasks.runtime.fan_out import FanOut, Fleet, local_fleet
 from tasks.runtime.flow_run import pipeline, through_stderr
 from tasks.runtime.journal import Journal, Outcome, Speed, stage_logger
@@ -62,7 +62,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
-    body = _infer if current_rehearsal() is None else _rehearse
+    body = _infer if current_dry_run() is None else _run_dry
     return pipeline(partial(plan_batch, run_id=run_id), closes=(close_engine,))(body)(config, run_id)
 
 
@@ -81,14 +81,14 @@ def _infer(config: InferBatchConfig, journal: Journal, requested: str | None) ->
     return {**written.model_dump(mode="json"), "figures": figures}
 
 
-def _rehearse(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
+def _run_dry(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
     """The stages of a run. Its output folder, where a run begins by writing, is left out."""
     model = import_model(config.model).model
     prompts = import_prompts(config)
     num_samples = prompts.num_rows * config.sampling.n
     for job in _jobs(config, "", model, shards_of(objects(), prompts), num_samples):
         infer_shard(job)
-    stages_end()
+    end_of_stages()
     return {}
 
 

@@ -45,7 +45,7 @@ from tasks.imports import (
 from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.promotion import file_state, label_state
 from tasks.runtime.connections import objects, working_folder
-from tasks.runtime.dry_run import is_stand_in, rehearsal_remark
+from tasks.runtime.dry_run import dry_run_remark, is_placeholder
 from tasks.runtime.iterations import SamplesAhead, TrainingStates
 from tasks.runtime.journal import log_iteration
 from tasks.runtime.kept_states import current_keeping
@@ -113,8 +113,8 @@ class _Sampler:
                 min_spread=dynamic.min_spread,
                 label=label,
             )
-            if is_stand_in(selected.scores):
-                rehearsal_remark("how many rounds of drawing an iteration needs shows when it runs; one is counted")
+            if is_placeholder(selected.scores):
+                dry_run_remark("how many rounds of drawing an iteration needs shows when it runs; one is counted")
                 return _Experience(selected.as_scores(), selected.samples, selected.mean_drawn, model)
             if selected.num_groups >= wanted or len(rounds) == dynamic.max_rounds:
                 break
@@ -192,7 +192,7 @@ class _HackingWatch:
         limit = context_limit(backend)
         prompts = enqueue_prompts(self._prompts, model, sampling, max_model_len=limit, mode="test", label=label)
         report = evaluate(prompts, sampling, backend, self._reward, self._source, label=label)
-        if is_stand_in(report.scores) or is_stand_in(drawn.scores.scores):  # their zeros are evidence of nothing
+        if is_placeholder(report.scores) or is_placeholder(drawn.scores.scores):  # their zeros are evidence of nothing
             return
         self._found.append(PolicyRewards(number + 1, model, drawn.mean_reward, report.mean_reward))
         evidence = reward_hacking(self._found, max_fall=guard.max_fall, evaluations=guard.evaluations)

@@ -28,7 +28,7 @@ from rollout_core.rewards.kept import close_rewards
 from tasks.imports import import_model, import_prompts, import_sft
 from tasks.promotion import in_base_precision, latest_model, promote
 from tasks.runtime.connections import objects, working_folder
-from tasks.runtime.dry_run import stages_end
+from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
 from tasks.runtime.kept_states import keeping
@@ -106,7 +106,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         instead_of=seen.served,
         backend=config.backend,
     )
-    stages_end()
+    end_of_stages()
     verdict = reason_of(promotion, seen.served, config.run.name, config.promotion, learned.progress.curve)
 
     moments = {"before": before, "after SFT": after_sft, after_learning: after}

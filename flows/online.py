@@ -36,7 +36,7 @@ from tasks.online import (
 from tasks.promotion import promote
 from tasks.runtime.artifacts import draw_curve
 from tasks.runtime.connections import objects, working_folder
-from tasks.runtime.dry_run import stages_end
+from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, log_iteration, stage_logger
 from tasks.runtime.report import PAGE, Curve, page, shown_curve, stages_section
@@ -100,7 +100,7 @@ class _Learning:
 
     def run(self, ends_at: float | None) -> LearntOnline:
         """Learn until the end of the run, see `LearnOnlineConfig`."""
-        stages_end("each update follows from what live agents do")
+        end_of_stages("each update follows from what live agents do")
         failing_since: float | None = None
         pause = 1.0
         while True:

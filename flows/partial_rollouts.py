@@ -11,7 +11,7 @@ from rollout_core.data.partial_rollouts import Carried, carried_over, decode_car
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
 from tasks.partial_rollouts import continue_samples, join_completions
-from tasks.runtime.dry_run import is_stand_in, rehearsal_remark
+from tasks.runtime.dry_run import dry_run_remark, is_placeholder
 from tasks.runtime.journal import stage_logger
 
 
@@ -26,7 +26,7 @@ class Carrying:
         self._carried = None if before is None else before.partials
         self._num_groups = 0
         self._has_told = False
-        """A rehearsal, what it cannot know."""
+        """A dry run, what it cannot know."""
 
     def complete(
         self, number: int, prompts: PromptSet, draw: Callable[[PromptSet, str], Completions], label: str
@@ -51,9 +51,9 @@ class Carrying:
                 label=own,
             )
             self._carried, self._num_groups, fresh = joined.carried, joined.num_groups_carried, None
-            if is_stand_in(joined.completions):
+            if is_placeholder(joined.completions):
                 if not self._has_told:
-                    rehearsal_remark("which completions an iteration carries over to the next shows when it runs")
+                    dry_run_remark("which completions an iteration carries over to the next shows when it runs")
                 self._has_told = True
                 return joined.as_completions()
             if joined.num_samples:
@@ -79,7 +79,7 @@ def resume_partial(
     one carried over is then all that is known, so that prompts which are not this run's are logged.
     """
     carried = carried_over(objects, train_state, group_size=settings.group_size)
-    if carried.partials is not None and not is_stand_in(prompts):
+    if carried.partials is not None and not is_placeholder(prompts):
         partials = decode_carried(objects.get_bytes(carried.partials))
         foreign = num_foreign(partials, parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow))
         if foreign:

@@ -24,7 +24,7 @@ from tasks.imports import import_model, import_tasks
 from tasks.prompts import PromptPromotion, critique_prompt, edit_prompt, import_prompt, promote_prompt
 from tasks.runtime.artifacts import draw_curve
 from tasks.runtime.connections import objects, working_folder
-from tasks.runtime.dry_run import stages_end
+from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome, stage_logger
 from tasks.runtime.report import PAGE, Curve, capitalized, page, shown_curve, stages_section
@@ -68,7 +68,7 @@ def _tune(config: TunePromptConfig, journal: Journal) -> TunedPrompt:
     best = search.prompt(search.beam[0])
     after = evaluate(best, "held out after")
     promotion = promote_prompt(best, before, after, enabled=config.promote)
-    stages_end()
+    end_of_stages()
     held_out_rewards = {"before": before.mean_reward, "after": after.mean_reward}
     folder = _report(config, search, held_out_rewards, promotion, journal)
     return TunedPrompt(

@@ -37,7 +37,7 @@ from tasks.imports import (
     start_snapshot,
 )
 from tasks.runtime.connections import objects, working_folder
-from tasks.runtime.dry_run import stages_end
+from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.kept_states import keeping
@@ -97,7 +97,7 @@ def _train_from_rows(config: TrainConfig[Any], journal: Journal) -> dict[str, An
     if isinstance(settings, ReferencedAlgorithm):
         models.append(import_model(settings.reference or settings.base_model).model)
     checkpoint = learn_from_rows(config, kind, settings, *models, start_from=start_snapshot(config.run, kind))
-    stages_end()
+    end_of_stages()
     journal.outcome = Outcome(facts=_facts(checkpoint))
     return checkpoint.model_dump(mode="json")
 
@@ -161,7 +161,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal)
         num_done=started.num_done,
         carried=started.carried,
     )
-    stages_end()
+    end_of_stages()
     last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
     curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
     journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))

@@ -17,7 +17,7 @@ from rollout_core.objects.records import Dataset, Model
 from rollout_core.objects.snapshots import find_start
 from tasks.runtime import connections
 from tasks.runtime.artifacts import import_progress
-from tasks.runtime.dry_run import rehearsal_remark
+from tasks.runtime.dry_run import dry_run_remark
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
 
@@ -26,7 +26,7 @@ def _known_model(source: ModelSource) -> Model | None:
     """What `import_model` gives in a dry run."""
     model, remark = known_model(source, connections.objects(), connections.working_folder())
     if remark is not None:
-        rehearsal_remark(remark)
+        dry_run_remark(remark)
     return None if model is None else Model(model=model)
 
 

@@ -35,7 +35,7 @@ from rollout_core.models.chat_templates import written_in_words
 from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import progress_ref
 from tasks.runtime import artifacts, connections, events
-from tasks.runtime.dry_run import current_rehearsal, rehearsal_remark
+from tasks.runtime.dry_run import current_dry_run, dry_run_remark
 from tasks.runtime.iterations import current_states
 from tasks.runtime.journal import StepLog, stage_logger, step_figures
 from tasks.runtime.stage import StageRun, current_stage, stage
@@ -209,9 +209,9 @@ def check_guards(settings: PPOSettings | GRPOSettings, checkpoint: Checkpoint, l
     try:
         settings.guards.check_done(checkpoint.summary, label.capitalize())
     except Fatal as error:
-        if current_rehearsal() is None:
+        if current_dry_run() is None:
             raise
-        rehearsal_remark(f"the run ends here: {error}")
+        dry_run_remark(f"the run ends here: {error}")
 
 
 def _learn_on_policy(job: UpdateJob) -> Checkpoint:

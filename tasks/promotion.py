@@ -14,7 +14,7 @@ from rollout_core.promotion import history
 from rollout_core.promotion.decision import Evaluated, weigh, withdrawal
 from rollout_core.promotion.evidence import Divergence, Evidence, GuardReports, Moment
 from tasks.runtime import artifacts, connections, events
-from tasks.runtime.dry_run import is_stand_in
+from tasks.runtime.dry_run import is_placeholder
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.kept_states import current_keeping
 from tasks.runtime.stage import current_stage, retry, stage
@@ -92,7 +92,7 @@ def round_weights(model: ContentId, base: ContentId) -> Model:
 def in_base_precision(model: ContentId, base: ContentId) -> ContentId:
     """The form of ``model`` that leaves the run which trained it, and so is evaluated for promotion: what
     `round_weights` makes of it, unless the dtype of ``base`` is float32, as in training, or unknown."""
-    if is_stand_in(base):  # to be downloaded or converted: of most models that dtype is another
+    if is_placeholder(base):  # to be downloaded or converted: of most models that dtype is another
         return round_weights(model, base).model
     dtype = retry(lambda: stored_dtype(connections.objects(), base))
     return model if dtype in (None, "float32") else round_weights(model, base).model

@@ -26,7 +26,7 @@ _MOST_KEYS = 4
 _STATES = {"cached": "cached", "continued": "resumes", "computed": "to compute", "checked": "checked"}
 _STATES_IN_JSON = {"cached": "cached", "continued": "goes on", "computed": "to compute", "checked": "looked at"}
 """Keys that programs read, which stay as they were."""
-"""By the state of a rehearsed call, the column of the table."""
+"""By the state of a call in a dry run, the column of the table."""
 
 
 def plan(

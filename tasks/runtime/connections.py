@@ -23,16 +23,16 @@ from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.connections import Connections
 from rollout_core.store.sql.by_url import is_postgres
-from tasks.runtime.dry_run import current_rehearsal
+from tasks.runtime.dry_run import current_dry_run
 
 BlockT = TypeVar("BlockT", bound=Block)
 
 
 def result_storage() -> ContentAddressedStorage:
-    """The block that ``ROLLOUT_STORAGE`` names; also where Prefect keeps stage results. In a rehearsal, its copy."""
-    rehearsal = current_rehearsal()
-    if rehearsal is not None:
-        return rehearsal.storage
+    """The block that ``ROLLOUT_STORAGE`` names; also where Prefect keeps stage results. In a dry run, its copy."""
+    dry_run = current_dry_run()
+    if dry_run is not None:
+        return dry_run.storage
     return storage_at(locations().storage)
 
 

@@ -1,4 +1,4 @@
-"""A rehearsal: a flow's own code runs, and none of its stages does.
+"""A dry run: a flow's own code runs, and none of its stages does.
 
 A stage whose result is stored gives that; what only brings inputs in is done on a copy of the object store; any other
 gives a stand-in, a record of the right class whose content ids belong to nothing. A stage that is given such an id has
@@ -28,8 +28,8 @@ InDryRun = Callable[..., Record | None]
 """Takes the place of the function of a stage that is never cached, with its arguments by name; None: a stand-in."""
 
 
-class RehearsedStage(Protocol):
-    """What a rehearsal asks of a stage, see `tasks.runtime.stage.Stage`."""
+class DryRunStage(Protocol):
+    """What a dry run asks of a stage, see `tasks.runtime.stage.Stage`."""
 
     name: str
     cached: bool
@@ -45,7 +45,7 @@ class RehearsedStage(Protocol):
 
 
 @dataclass(frozen=True)
-class RehearsedCall:
+class DryRunCall:
     """A call of a stage, and what the run would do at it."""
 
     stage: str
@@ -61,36 +61,36 @@ class StagesEnd(Exception):
 
 
 @dataclass
-class Rehearsal:
-    """A rehearsal under way."""
+class DryRun:
+    """A dry run under way."""
 
     storage: ContentAddressedStorage
     """Over a copy that takes what is written."""
     out_of_reach: Callable[[dict[str, Any]], str | None] = lambda inputs: None
     """Why an import with these arguments cannot be done now, if so."""
-    calls: list[RehearsedCall] = field(default_factory=list)
+    calls: list[DryRunCall] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What cannot be known before the run, as sentences."""
     is_open: bool = False
     """Whether nobody knows which stages follow."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the flow's own plan found."""
-    _stand_ins: set[str] = field(default_factory=set)
+    _placeholders: set[str] = field(default_factory=set)
 
-    def call(self, stage: RehearsedStage, inputs: dict[str, Any]) -> Record:
+    def call(self, stage: DryRunStage, inputs: dict[str, Any]) -> Record:
         """Take the place of a call."""
         label = str(spread_arguments(inputs).get("label", ""))
         if not stage.cached:
-            self.calls.append(RehearsedCall(stage.name, label, "checked"))
+            self.calls.append(DryRunCall(stage.name, label, "checked"))
             found = self._unstored(stage, inputs)
         else:
             found = stage.find(inputs)
             step = None if found is not None else stage.step_done(inputs)
             state = "cached" if found is not None else "computed" if step is None else "continued"
-            self.calls.append(RehearsedCall(stage.name, label, state, step))
-        return self.stand_in(stage.record) if found is None else found
+            self.calls.append(DryRunCall(stage.name, label, state, step))
+        return self.placeholder(stage.record) if found is None else found
 
-    def _unstored(self, stage: RehearsedStage, inputs: dict[str, Any]) -> Record | None:
+    def _unstored(self, stage: DryRunStage, inputs: dict[str, Any]) -> Record | None:
         why = self.out_of_reach(inputs) if stage.imports else None
         if why is not None:
             self.remarks.append(why)
@@ -99,7 +99,7 @@ class Rehearsal:
             return stage.in_dry_run(**inputs)
         return stage.carry_out(inputs) if stage.imports else None
 
-    def stand_in(self, kind: type[Any]) -> Any:
+    def placeholder(self, kind: type[Any]) -> Any:
         """A record whose ids belong to nothing; its figures are zeros."""
         hints = typing.get_type_hints(kind, include_extras=False)
         return kind.model_construct(**{name: self._value(hints[name]) for name in kind.model_fields})
@@ -112,60 +112,60 @@ class Rehearsal:
             return arguments[0]
         kind = origin or annotation
         if kind is ContentId:
-            made = content_id("stand-in/1", len(self._stand_ins))
-            self._stand_ins.add(made)
+            made = content_id("stand-in/1", len(self._placeholders))
+            self._placeholders.add(made)
             return made
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return self.stand_in(kind)
+            return self.placeholder(kind)
         return {} if kind is Mapping else kind()
 
-    def stands_in(self, content: str) -> bool:
+    def is_placeholder(self, content: str) -> bool:
         """Whether this id belongs to nothing."""
-        return content in self._stand_ins
+        return content in self._placeholders
 
 
-_current: ContextVar[Rehearsal | None] = ContextVar("rollout_rehearsal", default=None)
+_current: ContextVar[DryRun | None] = ContextVar("rollout_rehearsal", default=None)
 
 
 @contextmanager
-def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """Stages that are called inside the block are rehearsed."""
-    token = _current.set(rehearsal)
+def running_dry(dry_run: DryRun) -> Iterator[None]:
+    """Stages that are called inside the block run dry."""
+    token = _current.set(dry_run)
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def current_rehearsal() -> Rehearsal | None:
-    """The rehearsal that this is part of; None: the stages run."""
+def current_dry_run() -> DryRun | None:
+    """The dry run that this is part of; None: the stages run."""
     return _current.get()
 
 
-def stages_end(remark: str = "") -> None:
-    """What follows in a flow calls no stage, or nobody knows which, as ``remark`` says: a rehearsal ends here."""
-    rehearsal = _current.get()
-    if rehearsal is not None:
-        rehearsal.remarks += [remark] if remark else []
-        rehearsal.is_open = bool(remark)
+def end_of_stages(remark: str = "") -> None:
+    """What follows in a flow calls no stage, or nobody knows which, as ``remark`` says: a dry run ends here."""
+    dry_run = _current.get()
+    if dry_run is not None:
+        dry_run.remarks += [remark] if remark else []
+        dry_run.is_open = bool(remark)
         raise StagesEnd
 
 
-def planned(facts: dict[str, Any]) -> None:
+def note_plan(facts: dict[str, Any]) -> None:
     """What a flow's plan found before its first stage."""
-    rehearsal = _current.get()
-    if rehearsal is not None:
-        rehearsal.facts = facts
+    dry_run = _current.get()
+    if dry_run is not None:
+        dry_run.facts = facts
 
 
-def is_stand_in(content: str) -> bool:
-    """Whether this id is of a result that a rehearsal does not have."""
-    rehearsal = _current.get()
-    return rehearsal is not None and rehearsal.stands_in(content)
+def is_placeholder(content: str) -> bool:
+    """Whether this id is of a result that a dry run does not have."""
+    dry_run = _current.get()
+    return dry_run is not None and dry_run.is_placeholder(content)
 
 
-def rehearsal_remark(text: str) -> None:
+def dry_run_remark(text: str) -> None:
     """Say something that cannot be known before the run."""
-    rehearsal = _current.get()
-    if rehearsal is not None:
-        rehearsal.remarks.append(text)
+    dry_run = _current.get()
+    if dry_run is not None:
+        dry_run.remarks.append(text)

@@ -53,7 +53,7 @@ from rollout_core.store.connections import Connections
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.connections import current_connections, objects, working_folder
 from tasks.runtime.dask.placed_stages import placed
-from tasks.runtime.dry_run import current_rehearsal, planned
+from tasks.runtime.dry_run import current_dry_run, note_plan
 from tasks.runtime.journal import Journal, keep_journal, stage_logger
 from tasks.runtime.run_record import WORKERS_RUN, Recorder
 from tasks.runtime.stage import refreshing, retry
@@ -91,7 +91,7 @@ def pipeline(
         def run(config: RunT, *args: P.args, **kwargs: P.kwargs) -> R:
             whole = retry(lambda: with_whole_ids(config, working_folder(), objects))
             if plan is not None:
-                planned(retry(functools.partial(plan, whole, working_folder(), current_connections())))
+                note_plan(retry(functools.partial(plan, whole, working_folder(), current_connections())))
             with ExitStack() as stack:
                 for close in reversed(closes):
                     stack.callback(close)
@@ -110,7 +110,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     """
     require_numerics(config.numerics)
     run = config.run
-    if current_rehearsal() is not None:
+    if current_dry_run() is not None:
         with refreshing("rehearsal" if run.refresh is True else run.refresh or None):
             return body(Journal())
     context = FlowRunContext.get()

@@ -33,7 +33,7 @@ from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.unstored import unstored_model
 from tasks.runtime.connections import cache_folder
-from tasks.runtime.dry_run import RehearsedCall, current_rehearsal, is_stand_in, rehearsal_remark
+from tasks.runtime.dry_run import DryRunCall, current_dry_run, dry_run_remark, is_placeholder
 from tasks.runtime.journal import current_journal, stage_logger
 from tasks.runtime.kept_states import current_keeping
 from tasks.runtime.placement import place_of
@@ -179,7 +179,7 @@ class TrainingStates:
         """By the states that they left."""
         self._last: ContentId | None = None
         self._held: HeldStates | None = None
-        """None in a rehearsal."""
+        """None in a dry run."""
         self.best: ContentId | None = None
         """A model that stays, as it was evaluated as the best one so far."""
         self._spared: set[ContentId] = set()
@@ -191,7 +191,7 @@ class TrainingStates:
         self._scratch = ExitStack()
 
     def __enter__(self) -> TrainingStates:
-        if current_rehearsal() is None:
+        if current_dry_run() is None:
             self._held = HeldStates(self._scratch.enter_context(scratch_folder("states")))
         return self
 
@@ -282,7 +282,7 @@ class TrainingStates:
     def _missing(self, state: ContentId | None) -> list[_Done]:
         """Updates of this run, in order, since the last state that is there, up to the one that left ``state``."""
         found: list[_Done] = []
-        while state is not None and not is_stand_in(state) and not self._is_there(state):
+        while state is not None and not is_placeholder(state) and not self._is_there(state):
             done = self._done.get(state)
             if done is None:  # of an earlier run: its stage is found to have lost it
                 break
@@ -292,10 +292,10 @@ class TrainingStates:
 
     def _compute_again(self, missing: list[_Done]) -> None:
         labels = ", ".join(done.label for done in missing)
-        rehearsal = current_rehearsal()
-        if rehearsal is not None:
-            rehearsal.calls += [RehearsedCall(done.stage, done.label, "computed") for done in missing]
-            rehearsal_remark(f"training states or models that are not stored are computed again first: {labels}")
+        dry_run = current_dry_run()
+        if dry_run is not None:
+            dry_run.calls += [DryRunCall(done.stage, done.label, "computed") for done in missing]
+            dry_run_remark(f"training states or models that are not stored are computed again first: {labels}")
             return
         stage_logger().info("training states or models that are not stored are computed again: %s", labels)
         for done in missing:

@@ -26,7 +26,7 @@ from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
 from tasks.runtime.connections import objects, open_store
-from tasks.runtime.dry_run import current_rehearsal
+from tasks.runtime.dry_run import current_dry_run
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import retry
 
@@ -130,7 +130,7 @@ def keeping(body: Callable[Concatenate[RunT, P], R]) -> Callable[Concatenate[Run
     @functools.wraps(body)
     def passed(config: RunT, *args: P.args, **kwargs: P.kwargs) -> R:
         run, context = config.run, FlowRunContext.get()
-        if context is None or context.flow_run is None or current_rehearsal() is not None or run.keep_states == "all":
+        if context is None or context.flow_run is None or current_dry_run() is not None or run.keep_states == "all":
             return body(config, *args, **kwargs)
         found = Keeping(run, str(context.flow_run.id))
         token = _current.set(found)

@@ -1,4 +1,4 @@
-"""What a run would do: its flow is rehearsed, and the time of what is not stored is estimated from earlier runs."""
+"""What a run would do: its flow runs dry, and the time of what is not stored is estimated from earlier runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout_core.objects.overlay import overlaid
 from rollout_core.runs.estimates import StageTime, stage_times
 from rollout_core.runs.records import RunRecords
 from tasks.runtime.connections import result_storage, working_folder
-from tasks.runtime.dry_run import Rehearsal, RehearsedCall, StagesEnd, rehearsing
+from tasks.runtime.dry_run import DryRun, DryRunCall, StagesEnd, running_dry
 from tasks.runtime.summary import about
 
 FLOWS: Mapping[str, str] = {
@@ -54,7 +54,7 @@ class StagePlan:
 
     stage: str
     counts: Mapping[str, int]
-    """By what would become of them, as of `RehearsedCall`."""
+    """By what would become of them, as of `DryRunCall`."""
     time: StageTime | None
     """Of one call, by an earlier run; None where none computed it, or none is to be computed."""
 
@@ -71,7 +71,7 @@ class RunPlan:
     kind: str
     facts: Mapping[str, Any]
     """What the run's own checks found, resources among it."""
-    calls: Sequence[RehearsedCall]
+    calls: Sequence[DryRunCall]
     stages: Sequence[StagePlan]
     """In order of their first calls."""
     seconds: float
@@ -100,20 +100,20 @@ def plan_run(kind: str, config: Run) -> RunPlan:
     storage = result_storage()
     with scratch_folder("plan") as folder:
         copy = ContentAddressedStorage.over(overlaid(storage.objects(), folder))
-        rehearsal = Rehearsal(copy, _out_of_reach)
-        with rehearsing(rehearsal):
+        dry_run = DryRun(copy, _out_of_reach)
+        with running_dry(dry_run):
             try:
                 flow_of(kind).fn(config)
             except StagesEnd:
                 pass
             except MissingObject as error:
-                if rehearsal.stands_in(error.content_id):
-                    rehearsal.remarks.append("what follows depends on results that are not there yet")
+                if dry_run.is_placeholder(error.content_id):
+                    dry_run.remarks.append("what follows depends on results that are not there yet")
                 elif copy.objects().exists(ContentId(error.content_id)):  # noted, and not kept
-                    rehearsal.remarks.append("what follows depends on large files, which a plan does not keep")
+                    dry_run.remarks.append("what follows depends on large files, which a plan does not keep")
                 else:
                     raise
-    return _estimated(kind, config, rehearsal, RunRecords(storage.objects()))
+    return _estimated(kind, config, dry_run, RunRecords(storage.objects()))
 
 
 def _out_of_reach(inputs: dict[str, Any]) -> str | None:
@@ -132,7 +132,7 @@ def _out_of_reach(inputs: dict[str, Any]) -> str | None:
     return None if found else f"{named}: downloaded when the run starts; what is made of it counts as not cached"
 
 
-def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords) -> RunPlan:
+def _estimated(kind: str, config: Run, dry_run: DryRun, records: RunRecords) -> RunPlan:
     times = stage_times(
         records,
         flow_of(kind).name,
@@ -141,7 +141,7 @@ def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords
         config.model_dump(mode="json", exclude_none=True),
     )
     counts: dict[str, Counter[str]] = {}
-    for call in rehearsal.calls:
+    for call in dry_run.calls:
         counts.setdefault(call.stage, Counter())[call.state] += 1
     stages = [
         StagePlan(stage, dict(of), times.get(stage) if of["computed"] + of["continued"] else None)
@@ -151,14 +151,14 @@ def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords
     seconds = sum(stage.num_to_compute * stage.time.seconds for stage in stages if stage.time) / workers
     return RunPlan(
         kind=kind,
-        facts=rehearsal.facts,
-        calls=rehearsal.calls,
+        facts=dry_run.facts,
+        calls=dry_run.calls,
         stages=stages,
         seconds=seconds,
         price=_price(config.cost, seconds),
         currency=config.cost.currency,
-        remarks=tuple(dict.fromkeys(rehearsal.remarks)),
-        is_open=rehearsal.is_open,
+        remarks=tuple(dict.fromkeys(dry_run.remarks)),
+        is_open=dry_run.is_open,
     )
 
 

@@ -15,7 +15,7 @@ from rollout_core.base.ids import content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from tasks.runtime.artifacts import draw_curve
-from tasks.runtime.dry_run import is_stand_in
+from tasks.runtime.dry_run import is_placeholder
 from tasks.runtime.journal import StageEntry
 from tasks.runtime.stage import retry
 
@@ -68,7 +68,7 @@ def shown_curve(objects: ObjectStore, name: str, curve: Curve) -> dict[str, byte
 
 def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
     """A figure of each optimizer step of an update; of steps that have none, nothing."""
-    if is_stand_in(checkpoint.metrics):
+    if is_placeholder(checkpoint.metrics):
         return []
     rows = map(json.loads, retry(lambda: objects.get_bytes(checkpoint.metrics)).splitlines())
     return [row[name] for row in rows if name in row]

@@ -46,7 +46,7 @@ from rollout_core.objects.unstored import is_whole
 from tasks.runtime import connections
 from tasks.runtime.arguments import spread_arguments
 from tasks.runtime.artifact_sender import SENDER
-from tasks.runtime.dry_run import InDryRun, current_rehearsal
+from tasks.runtime.dry_run import InDryRun, current_dry_run
 from tasks.runtime.events import WorkEnd, WorkStart, emit
 from tasks.runtime.journal import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
 from tasks.runtime.leases import alone
@@ -213,8 +213,8 @@ class Stage(Generic[P, R]):
         if is_stopping():
             raise stop_signal()
         inputs = self._bind(args, kwargs)
-        if (rehearsal := current_rehearsal()) is not None:
-            return cast(R, rehearsal.call(self, inputs))
+        if (dry_run := current_dry_run()) is not None:
+            return cast(R, dry_run.call(self, inputs))
         place = place_of(self.place)
         if place is not None and not self._is_stored(inputs):
             with at_work(self.name, self._label(inputs)):

@@ -366,23 +366,23 @@ def test_every_kind_of_run_has_its_flow():
 
 def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, monkeypatch: pytest.MonkeyPatch):
     from flows import learning
-    from tasks.runtime.dry_run import Rehearsal, rehearsing
+    from tasks.runtime.dry_run import DryRun, running_dry
 
     config = nightly(**{"grpo.guards": {"reward_hacking": {"prompts": {"path": "held-out.jsonl"}, "evaluations": 1}}})
     settings, source = config.grpo, hash_bytes(b"reward")
     assert settings is not None
-    rehearsal = Rehearsal(ContentAddressedStorage.over(ObjectStore.from_url("memory://hacking")))
+    dry_run = DryRun(ContentAddressedStorage.over(ObjectStore.from_url("memory://hacking")))
     report = EvalReport(
         model=source, completions=source, samples=source, scores=source, num_samples=4, mean_reward=0.8, num_tokens=9
     )
-    reports = iter([report, rehearsal.stand_in(EvalReport), report.model_copy(update={"mean_reward": 0.5})])
+    reports = iter([report, dry_run.placeholder(EvalReport), report.model_copy(update={"mean_reward": 0.5})])
     monkeypatch.setattr(learning, "evaluate", lambda *arguments, **options: next(reports))
 
     def drawn(mean: float) -> learning._Experience:
         scores = Scores(scores=source, completions=source, num_samples=4, mean=mean, std=0.1)
         return learning._Experience(scores, source, mean, source)
 
-    with rehearsing(rehearsal):
+    with running_dry(dry_run):
         carrying = learning.Carrying(settings)
         sampler = learning._Sampler(
             source, settings, config.backend, config.reward, source, 0, lambda number: None, lambda number: 2, carrying
@@ -463,7 +463,7 @@ def test_what_a_process_kept_for_a_run_is_closed_in_order_whatever_comes_of_it(m
 def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path):
     from rollout_core.objects import SnapshotStore
     from rollout_core.objects.snapshots import progress_ref
-    from tasks.runtime.dry_run import Rehearsal, rehearsing
+    from tasks.runtime.dry_run import DryRun, running_dry
     from tasks.runtime.stage import stage
 
     @stage(version=1)
@@ -476,10 +476,10 @@ def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path
     state.mkdir()
     (state / "weights").write_bytes(b"1")
     saved = SnapshotStore(objects).save(state, run_id="one", step=7, algorithm="sft", meta={})
-    rehearsal = Rehearsal(ContentAddressedStorage.over(overlaid(objects, tmp_path / "copy")))
-    with rehearsing(rehearsal):
+    dry_run = DryRun(ContentAddressedStorage.over(overlaid(objects, tmp_path / "copy")))
+    with running_dry(dry_run):
         objects.set_ref(progress_ref(train_some.key({"number": 1})), saved.id)
         train_some(1)
         objects.delete_ref(saved.ref)
         train_some(1)
-    assert [(call.state, call.step) for call in rehearsal.calls] == [("continued", 7), ("computed", None)]
+    assert [(call.state, call.step) for call in dry_run.calls] == [("continued", 7), ("computed", None)]

@@ -1,4 +1,4 @@
-"""Cache keys of all calls of stages that each example configuration makes, by a rehearsal: nothing is computed.
+"""Cache keys of all calls of stages that each example configuration makes, by a dry run: nothing is computed.
 
 ``python -m tests.golden.keys`` prints them as JSON. It is a process of its own, started without what could differ by
 machine (`VARIABLES`, `SETTINGS`), and held to portable numerics, as most examples ask for them.
@@ -49,7 +49,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "replay-tiny": {"algorithm.iterations": 3},
     "tune-wording": {"search.rounds": 1},
 }
-"""What a rehearsal cannot do without: a cluster that runs, rows that are here, a port that is free; a third iteration,
+"""What a dry run cannot do without: a cluster that runs, rows that are here, a port that is free; a third iteration,
 which replays; and fewer rounds of the same calls."""
 NOT_ALL = "more calls may follow, as results say"
 PAIRS = {"dataset": {"path": "data/example/pairs.jsonl"}, "optimizer": {"lr": 1e-4}, "sequence": {"max_length": 64}}
@@ -187,7 +187,7 @@ def calls_of(file: Path, changes: Mapping[str, Any]) -> list[str]:
 
 
 def calls_alone() -> list[str]:
-    """The same of calls that a rehearsal does not come to, as they depend on results that it does not have."""
+    """The same of calls that a dry run does not come to, as they depend on results that it does not have."""
     from blocks import ContentAddressedStorage
     from rollout_core.base.ids import ContentId
     from rollout_core.config import LearnOnlineConfig, SamplingParams, TrainSFTConfig, load_config
@@ -195,45 +195,45 @@ def calls_alone() -> list[str]:
     from tasks.agents import collect_samples
     from tasks.learn import ppo_update, sft_update
     from tasks.partial_rollouts import continue_samples, join_completions
-    from tasks.runtime.dry_run import Rehearsal, rehearsing
+    from tasks.runtime.dry_run import DryRun, running_dry
 
     _set_numerics("portable")
-    rehearsal = Rehearsal(ContentAddressedStorage(url=os.environ["ROLLOUT_STORAGE"]))
+    dry_run = DryRun(ContentAddressedStorage(url=os.environ["ROLLOUT_STORAGE"]))
     one, two, three, four = (ContentId(digit * 64) for digit in "1234")
     sampling = SamplingParams(max_tokens=8)
     settings = load_config(examples()["sft-tiny"], TrainSFTConfig).algorithm
     live: Any = load_config(examples()["online-lookup"], LearnOnlineConfig).algorithm
-    with _noted_calls() as lines, rehearsing(rehearsal):
-        stand_in = rehearsal.stand_in
+    with _noted_calls() as lines, running_dry(dry_run):
+        placeholder = dry_run.placeholder
         continue_samples(one, two, sampling, label="nothing fresh")
-        continue_samples(one, two, sampling, fresh=stand_in(PromptSet), label="fresh ones too")
-        join_completions(stand_in(Completions), sampling, carried=one, number=1, group_size=2, label="carried")
-        collect_samples(stand_in(AgentRollouts), failed="leave_out", form="trajectory", served=None, label="live")
-        ppo_update(one, two, three, stand_in(Scores), four, live, seed=7, num_threads=2, label="live")
+        continue_samples(one, two, sampling, fresh=placeholder(PromptSet), label="fresh ones too")
+        join_completions(placeholder(Completions), sampling, carried=one, number=1, group_size=2, label="carried")
+        collect_samples(placeholder(AgentRollouts), failed="leave_out", form="trajectory", served=None, label="live")
+        ppo_update(one, two, three, placeholder(Scores), four, live, seed=7, num_threads=2, label="live")
         sft_update(one, two, settings, seed=7, start_from=three, teacher=four, label="resumed")
     return lines
 
 
 @contextmanager
 def _noted_calls() -> Iterator[list[str]]:
-    """The lines of calls that are rehearsed inside the block."""
+    """The lines of calls of a dry run inside the block."""
     from tasks.runtime.arguments import spread_arguments
-    from tasks.runtime.dry_run import Rehearsal
+    from tasks.runtime.dry_run import DryRun
 
     lines: list[str] = []
-    rehearse = Rehearsal.call
+    run_dry = DryRun.call
 
-    def noted(self: Rehearsal, stage: Any, inputs: dict[str, Any]) -> Any:
+    def noted(self: DryRun, stage: Any, inputs: dict[str, Any]) -> Any:
         label = str(spread_arguments(inputs).get("label", ""))
         key = stage.key(inputs) if stage.cached else "not cached"
         lines.append(f"{stage.name}/{stage.version} [{label}] {key}")
-        return rehearse(self, stage, inputs)
+        return run_dry(self, stage, inputs)
 
-    Rehearsal.call = noted
+    DryRun.call = noted
     try:
         yield lines
     finally:
-        Rehearsal.call = rehearse
+        DryRun.call = run_dry
 
 
 def _has(tables: Mapping[str, Any], key: str) -> bool:

@@ -23,7 +23,7 @@ def test_what_is_stored_or_typed_is_what_it_was(golden: Golden):
     assert not complaint, complaint
 
 
-def test_every_example_is_rehearsed():
+def test_every_example_runs_dry():
     cases = KEYS.read()
     assert set(examples()) <= set(cases)
     assert not [(name, line) for name, lines in cases.items() for line in lines if line.startswith("refused")]
