@@ -7,6 +7,7 @@ of type checkers alone (under ``TYPE_CHECKING``) is none, as nothing runs along 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -130,18 +131,52 @@ def _targets(
             yield whole if whole in files else faces.get(node.module, {}).get(alias.name, node.module)
 
 
+def measures(project: Path = PROJECT) -> dict[str, str]:
+    """Figures by which one sees whether the house is still the one that was planned; none of them is a limit."""
+    house = read_house(project)
+    files = {
+        file: file.read_text(encoding="utf-8") for package in PACKAGES for file in (project / package).rglob("*.py")
+    }
+    stages = [file for file in files if file.parent == project / "tasks"]
+    flows = {file.name: len(files[file].splitlines()) for file in files if file.parent == project / "flows"}
+    inside = sum(_lines_of_stages(files[file]) for file in stages)
+    whole = sum(len(files[file].splitlines()) for file in stages)
+    stems = Counter(file.stem for file in {(file.parent, file.stem): file for file in files}.values())
+    shared = sum(number > 1 for stem, number in stems.items() if stem != "__init__")
+    statements = {(item.importer, item.imported, item.function) for item in house.inside_functions()}
+    loose = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (project / "tests").glob("*.py"))
+    return {
+        "product lines": f"{sum(house.lines.values()):,} in {len(house.lines)} files",
+        "share of the files of tasks/ inside stages": f"{inside / whole:.0%} of {whole:,} lines",
+        "files of flows/": f"{sum(flows.values()):,} lines, the longest {max(flows.values())}",
+        "imports inside functions": str(len(statements)),
+        "circles": " -> ".join(house.circle()) or "none",
+        "file names in several folders": str(shared),
+        "files that speak of promotion": str(sum("promot" in text.lower() for text in files.values())),
+        "lines of tests in no folder": f"{loose:,}",
+    }
+
+
+def _lines_of_stages(text: str) -> int:
+    """Of functions under ``@stage``, decorators included."""
+    found = 0
+    for node in ast.parse(text).body:
+        if isinstance(node, FUNCTIONS) and any("stage(" in ast.unparse(one) for one in node.decorator_list):
+            found += (node.end_lineno or node.lineno) - node.decorator_list[0].lineno + 1
+    return found
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the plan and the measures."""
     house = read_house()
-    print(f"{len(house.lines)} files, {sum(house.lines.values()):,} lines")
     for what, sizes in (("files", house.lines), ("functions", house.functions)):
         longest = sorted(sizes, key=lambda name: -sizes[name])[:5]
         print(f"longest {what}: {', '.join(f'{name} {sizes[name]}' for name in longest)}")
-    print(f"circle: {' -> '.join(house.circle()) or 'none'}")
     for room, floor in sorted(house.floors().items(), key=lambda item: (-item[1], item[0])):
         num_lines = sum(lines for module, lines in house.lines.items() if room_of(module) == room)
         print(f"floor {floor:2}  {room:26} {num_lines:6,} lines")
-    print(f"imports inside functions: {len(house.inside_functions())}")
+    for name, value in measures().items():
+        print(f"{name}: {value}")
 
 
 if __name__ == "__main__":
