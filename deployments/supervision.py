@@ -129,7 +129,7 @@ class SupervisedWorker:
                 self._drain(worker, self._drain_seconds)
                 raise
             if (notice := self._notice()) is not None:
-                self._say(f"{notice.reason}, in {notice.seconds_left:.0f} s: the worker takes no run more")
+                self._say(f"{notice.reason}, in {notice.seconds_left:.0f} s: the worker is draining")
                 self._drain(worker, notice.seconds_left)
                 return notice
             if time.monotonic() - began > STEADY_SECONDS:

@@ -15,7 +15,7 @@ from rollout_core.base.own_packages import require_own
 
 require_own("tasks", "blocks")
 
-import tasks.runtime  # noqa: E402, F401 - first of all, see there; `tasks` is ours, as was just made sure
+import tasks.runtime  # noqa: E402 - first of all, see there; `tasks` is ours, as was just made sure
 
 moved.alias(
     __name__,
@@ -44,6 +44,9 @@ __all__ += ["prefect_server"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "prefect_server":  # where it was in earlier versions
+    # Where they were in earlier versions.
+    if name == "prefect_server":
         return import_module(f"{__name__}.connections").prefect_server
+    if name == "requested_numerics":
+        return tasks.runtime.requested_numerics
     return _attached(name)

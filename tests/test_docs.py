@@ -23,7 +23,11 @@ from rollout_core.config.cloud import parse_cloud
 from tests.conftest import PROJECT
 
 RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*.md"))
-PAGES = [PROJECT / "README.md", PROJECT / "AGENTS.md", *sorted((PROJECT / "docs").glob("*.md")), *RESULTS]
+PAGES = [
+    *(PROJECT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
+    *sorted((PROJECT / "docs").glob("*.md")),
+    *RESULTS,
+]
 FILE_ENDINGS = {"gguf", "md", "py", "json", "jsonl", "toml", "parquet"}
 OWN_FILES = {"my.toml", "batch.toml", "nightly.toml", "sft.toml", "grpo.toml"}
 """Files that stand for the reader's own; an example of the repository takes their place here."""
@@ -39,7 +43,9 @@ def fenced(page: Path, language: str) -> list[str]:
 
 
 def inline(page: Path) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S))
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    # One that a line ends in goes on in the next; none goes over an empty line.
+    return [" ".join(found.split()) for found in re.findall(r"`((?:[^`\n]|\n(?!\s*\n))+)`", text)]
 
 
 def commands(page: Path) -> list[str]:
@@ -248,6 +254,7 @@ LONGEST_PARAGRAPH = 120
 
 def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
     """Every text of a command's help and of those below it, with where it stands."""
+    command = getattr(command, "loaded", command)  # of one whose file is imported when it is called
     yield name, command.help or ""
     for parameter in command.params:
         yield f"{name} {parameter.name}", getattr(parameter, "help", None) or ""

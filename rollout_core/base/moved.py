@@ -6,13 +6,14 @@ A package whose modules moved calls `alias` where it is imported.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, cast
 
 
 def alias(package: str, moved: Mapping[str, str]) -> None:
@@ -49,6 +50,11 @@ class _Alias(Loader):
         module = importlib.import_module(self._new)
         self._spec = module.__spec__
         return module
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For ``python -m`` and an old name."""
+        spec = importlib.util.find_spec(self._new)
+        return None if spec is None else cast(InspectLoader, spec.loader).get_code(self._new)
 
     def exec_module(self, module: ModuleType) -> None:
         """It ran when it was imported. The import system has given it the spec of the old name."""

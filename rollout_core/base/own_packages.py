@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,3 +33,8 @@ def require_own(*names: str) -> None:
 
 def _is_file(origin: str | None, own: Path) -> bool:
     return origin is not None and own.exists() and Path(origin).exists() and own.samefile(origin)
+
+
+def run_command() -> None:
+    """Where the `rollout` script of an editable installation of an earlier version begins; for one release."""
+    import_module("rollout_core.__main__").main()

@@ -218,7 +218,7 @@ class LearnerSettings(Settings):
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)], **numerics_identity()}
 
     @model_validator(mode="after")
-    def _check_weights_source(self) -> LearnerSettings:
+    def _check_weights_and_offload(self) -> LearnerSettings:
         if self.weights == "bfloat16" and self.precision != "bfloat16":
             raise ValueError(
                 f'weights are bfloat16, but precision is "{self.precision}"; with them it must be "bfloat16"'

@@ -190,7 +190,7 @@ class OnPolicySettings(LearnerSettings):
         return named
 
     @model_validator(mode="after")
-    def _require_correction(self) -> OnPolicySettings:
+    def _default_correction(self) -> OnPolicySettings:
         # The engine draws by weights that are whole, the learner computes with those of four bits.
         is_quantized = self.lora is not None and self.lora.quantization != "none"
         is_other = self._drawn_before or (is_quantized and self.weighs_advantages)

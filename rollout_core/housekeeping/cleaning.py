@@ -144,7 +144,7 @@ def clean(
 def _give_up(objects: ObjectStore, chosen: _Choice) -> None:
     snapshots = SnapshotStore(objects)
     for state in chosen.states:
-        snapshots.prune_one(state)
+        snapshots.give_up_one(state)
     for name in (*chosen.results, *chosen.progress, *chosen.records):
         expire_ref(objects, name)
     for model in chosen.models:

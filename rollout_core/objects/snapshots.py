@@ -200,7 +200,7 @@ class SnapshotStore:
         try:
             return self.get(snapshot_id)
         except NotFound as error:
-            if self.find_pruned(snapshot_id) is None:
+            if self.find_given_up(snapshot_id) is None:
                 raise
             self.forget(snapshot_id)
             raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
@@ -247,7 +247,7 @@ class SnapshotStore:
             return found[0]
         if self._objects.ref_names(below):
             raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
-        gone = self.find_pruned(snapshot_id)
+        gone = self.find_given_up(snapshot_id)
         if gone is not None and not gone.was_stored:
             raise NotFound(
                 f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was not stored "
@@ -345,15 +345,15 @@ class SnapshotStore:
 
     def counts(self, snapshot_id: ContentId) -> bool:
         """Whether a result that names the snapshot is whole: it is present, or was pruned."""
-        return self.is_present(snapshot_id) or self.find_pruned(snapshot_id) is not None
+        return self.is_present(snapshot_id) or self.find_given_up(snapshot_id) is not None
 
-    def find_pruned(self, snapshot_id: ContentId) -> PrunedSnapshot | None:
+    def find_given_up(self, snapshot_id: ContentId) -> PrunedSnapshot | None:
         """What is known of a snapshot that housekeeping gave up; None of any other."""
         noted = self._objects.cached_bytes(f"{PRUNED_REFS}/{ContentId(snapshot_id)}")
         kind = None if noted is None else parsed(noted).get("kind")  # there are notes of models, too
         return PrunedSnapshot.model_validate_json(noted) if noted and kind in get_args(SnapshotKind) else None
 
-    def prune_one(self, snapshot: Snapshot) -> None:
+    def give_up_one(self, snapshot: Snapshot) -> None:
         """Give up one run's snapshot. Results that name it stay cached; who needs its state has it computed again.
 
         Its bytes stay until `gc`, what only it has until the runs now under way have ended. Killed, it is done again.

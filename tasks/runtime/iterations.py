@@ -246,7 +246,7 @@ class TrainingStates:
     def _is_of_a_longer_run(self, checkpoint: Checkpoint) -> bool:
         """Whether the outcome of the last iteration was one on the way of another run, which has not kept it: the state
         was not stored, or given up with its model."""
-        noted = self._snapshots.find_pruned(checkpoint.train_state)
+        noted = self._snapshots.find_given_up(checkpoint.train_state)
         if noted is None or self._snapshots.is_present(checkpoint.train_state):
             return False
         return not noted.was_stored or not self._objects.tree_is_present(checkpoint.model)

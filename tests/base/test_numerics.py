@@ -168,7 +168,7 @@ def test_arithmetic_names_what_decides_over_last_bits(monkeypatch: pytest.Monkey
 
 
 def test_what_a_flow_run_s_parameters_ask_for():
-    from flows import requested_numerics
+    from tasks.runtime import requested_numerics
 
     assert requested_numerics({"config": {"numerics": "portable"}}) == "portable"
     assert requested_numerics({"config": {}}) is None

@@ -320,7 +320,8 @@ print(*sorted({"prefect", "torch", "rich", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     ours, others = done.stdout.splitlines()
-    assert ours.split() == ["deployments.cli", "flows.cli", "flows.cli.completion", "flows.cli.lazy"]
+    ours_alone = ["deployments.cli", "flows.cli", "flows.cli.completion", "flows.cli.lazy", "tasks", "tasks.runtime"]
+    assert ours.split() == ours_alone
     assert others == ""
 
 

@@ -45,6 +45,7 @@ def _stage(stage: Any) -> Iterator[str]:
         for name, parameter in signature.parameters.items()
     ]
     marks = [*(["cached"] if stage.cached else []), *([f"optional {', '.join(optional)}"] if optional else [])]
+    marks += [f"time {stage.time}", *([f"place {stage.place}"] if stage.place else [])]
     yield f"{stage.name}/{stage.version} ({', '.join(arguments)}) {'; '.join(marks)}".rstrip()
     yield f"{stage.name} gives {', '.join(sorted(stage.record.model_fields))}"
 

@@ -50,8 +50,8 @@ def in_parts(data: bytes) -> Any:
     try:
         return asyncio.run(read_large(START_MANY.validate_json, LISTS, data))
     except ConfigError as error:
-        # What is large beside its list is refused; here that is nearly everything.
-        return None if "beside its list" in str(error) or "long lists" in str(error) else type(error)
+        # What is large besides its list is refused; here that is nearly everything.
+        return None if "besides its list" in str(error) or "long lists" in str(error) else type(error)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -80,7 +80,7 @@ def test_a_body_with_a_fault_is_refused_as_it_would_be(body, place, change):
     [
         (b'{"rollouts": [' + b'{"input": 1},' * 9 + b'{"input": 2}], "rollouts": []}', "'rollouts' twice"),
         (b'{"rollouts": [' + b'{"input": 1},' * 9 + b'{}], "worker_id": "w"}', r"rollouts\.9\.input: Field required"),
-        (b'{"rollouts": [' + b'{"input": 1},' * 9 + b'{"input": 2}], "more": "%b"}' % (b"x" * 99), "beside its list"),
+        (b'{"rollouts": [' + b'{"input": 1},' * 9 + b'{"input": 2}], "more": "%b"}' % (b"x" * 99), "besides its list"),
         (b'{"rollouts": [' + b'{"input": 1},' * 9 + b'{"input": 2}]}' + b" " * 9 + b"x", "trailing"),
         (b'{"rollouts": [' + b'{"input": 1},' * 9, "not JSON"),
         (b"", "not JSON"),
