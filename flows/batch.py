@@ -46,9 +46,9 @@ from tasks.runtime import artifacts, connections
 from tasks.runtime.artifacts import draw_histogram
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import current_dry_run, end_of_stages
-from tasks.runtime.fan_out import FanOut, Fleet, local_fleet
 from tasks.runtime.flow_run import pipeline, through_stderr
 from tasks.runtime.journal import Journal, Outcome, Speed, stage_logger
+from tasks.runtime.placement import FanOut, Fleet, local_fleet
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.stage import retry
 

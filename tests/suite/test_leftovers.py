@@ -20,17 +20,18 @@ from tests.conftest import (
     pytest_configure_node, pytest_report_header, pytest_sessionfinish, pytest_unconfigure,
 )
 leftovers.GRACE_SECONDS = 0.5
+leftovers.SEGMENTS = "psm_within-a-test-*"  # tests of other processes make some meanwhile
 """
 FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
 """For sessions within a test: those of other packages take two seconds to load."""
 LEAVING = """
-import multiprocessing.resource_tracker, multiprocessing.shared_memory, subprocess, sys, tempfile
+import multiprocessing.resource_tracker, multiprocessing.shared_memory, os, subprocess, sys, tempfile
 def test_process():
     # Nobody's child any more, as what a killed process has started.
     code = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL, stderr=DEVNULL).pid)"
     print("left", subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 def test_segment():
-    segment = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
+    segment = multiprocessing.shared_memory.SharedMemory(f"psm_within-a-test-{os.getpid()}", create=True, size=8)
     multiprocessing.resource_tracker.unregister(segment._name, "shared_memory")
     segment.close()
     print("segment", segment.name)

@@ -34,6 +34,8 @@ EXPECTED = re.compile(
 """Names of temporary files that libraries leave. They go with the session's folder."""
 KEPT = ("rollout_core.models.bounded.inspecting", "rollout_core.models.bounded.tokenizing")
 """Modules of which each keeps a child for the next question, which ends with this process; so do rewards."""
+SEGMENTS = "psm_*"
+"""Names of segments of shared memory, as Python makes them. A session within a test looks for its own alone."""
 GRACE_SECONDS = 120.0
 """In which processes that were told to end may do so."""
 
@@ -80,7 +82,7 @@ class Leftovers:
 
     def __init__(self, root: Path) -> None:
         self._folder, self._notes = Path(os.environ[OWNER]), root / "segments"
-        self._before = {*_paths(self._folder), *SHARED_MEMORY.glob("psm_*")}
+        self._before = {*_paths(self._folder), *SHARED_MEMORY.glob(SEGMENTS)}
         self._test_of: dict[Path, str] = {}
         """Of each new path the test after which it was first seen. Other processes make segments at the same time."""
         self._test = ""
@@ -93,7 +95,7 @@ class Leftovers:
         return result
 
     def _look(self) -> None:
-        for path in (*_paths(self._folder), *SHARED_MEMORY.glob("psm_*")):
+        for path in (*_paths(self._folder), *SHARED_MEMORY.glob(SEGMENTS)):
             if path not in self._before:
                 self._test_of.setdefault(path, self._test)
 

@@ -39,9 +39,8 @@ from rollout_core.inference.runs import tally
 from rollout_core.plans.cluster import LOCAL_CLUSTERS, in_words, offers
 from tasks.runtime import connections, events
 from tasks.runtime.dask.worker import Driver, EngineKeeper, address_of, run_stage
-from tasks.runtime.fan_out import FanOut, R, T
 from tasks.runtime.journal import stage_logger
-from tasks.runtime.placement import Submitted
+from tasks.runtime.placement import FanOut, R, Submitted, T
 from tasks.runtime.stage import retry
 
 SHARDS_PER_WORKER = 2

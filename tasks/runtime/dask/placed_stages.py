@@ -18,8 +18,7 @@ from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from tasks.runtime import connections
-from tasks.runtime.fan_out import FanOut
-from tasks.runtime.placement import RunsTasks, Submitted, placing
+from tasks.runtime.placement import FanOut, RunsTasks, Submitted, placing
 from tasks.runtime.stage import Stage
 
 if TYPE_CHECKING:
