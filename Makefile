@@ -48,9 +48,9 @@ AT_ONCE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/pytest -m "not campaign" $(AT_ONCE) --junitxml=build/tests.xml
 
-# What one runs while writing: no engine, no Prefect server, and none of what tests/slow.txt names.
+# What one runs while writing: no engine, no Prefect server, and none of what tests/slow.txt names. Little of it waits.
 test-fast: setup
-	$(BIN)/pytest -m "not engine and not server and not slow and not campaign" $(AT_ONCE)
+	$(BIN)/pytest -m "not engine and not server and not slow and not campaign" --numprocesses 2 --dist loadfile
 
 campaigns: setup
 	$(BIN)/pytest -m campaign --numprocesses 2 --dist load

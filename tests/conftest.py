@@ -86,7 +86,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 SLOW = PROJECT / "tests" / "slow.txt"
-"""Tests that took at least 0.3 s each, as `python -m tests.costs` measured them: `make test-fast` leaves them out."""
+"""Tests that took at least 0.2 s each, as `python -m tests.costs` measured them: `make test-fast` leaves them out."""
 ONE_ENGINE = re.compile(r"tests/inference/test_vllm\w*\.py")
 """Files whose tests share the session's vLLM engine, so one process of pytest-xdist runs them all."""
 

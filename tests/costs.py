@@ -3,7 +3,7 @@
 ``pytest -p tests.costs --costs=build/costs ...`` writes one file of JSON lines for each pytest process into that
 folder; ``python -m tests.costs build/costs`` prints them as tables. Seconds of a processor are those of the test's
 own process and of its children that have ended and were waited for, with theirs. ``--slow`` prints the names of tests
-that ``make test-fast`` leaves out, as ``tests/slow.txt`` has them: those whose mean is at least 0.3 s by the clock.
+that ``make test-fast`` leaves out, as ``tests/slow.txt`` has them: those whose mean is at least 0.2 s by the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 SHOWN = 40
-SLOW = 0.3
+SLOW = 0.2
 """Mean seconds of a test, over its parameters, from which `make test-fast` leaves it out."""
 
 

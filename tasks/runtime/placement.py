@@ -3,8 +3,8 @@
 A flow calls its stages and knows nothing of this. Around it `placing` says, by the place that a stage names, what takes
 the call instead of this process; `tasks/runtime/dask/placed_stages.py` does so by a run's ``[placement]`` table. On a
 worker `sharing` says that others help with the stage, so what it takes for itself has to be kept where they see it.
-A `FanOut` is many calls over the workers there are: `local_fleet` has threads of this process, `tasks.runtime.dask.fleet`
-the workers of a cluster.
+A `FanOut` is many calls over the workers there are: `local_fleet` has threads of this process,
+`tasks.runtime.dask.fleet` the workers of a cluster.
 """
 
 from __future__ import annotations
