@@ -158,7 +158,7 @@ def run_proxy(pipe: Connection, upstream_port: int, database: str | None, spares
     from rollout_core.agents.proxy.server import LLMProxy
     from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream as ProxyUpstream
     from rollout_core.store import InMemoryLightningStore, SqlLightningStore
-    from rollout_core.store.http.listening import tune_gc
+    from rollout_core.web.listening import tune_gc
 
     async def serve() -> None:
         store = InMemoryLightningStore() if database is None else SqlLightningStore.from_url(database)

@@ -12,8 +12,10 @@ import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place c
 from rollout_core.base.locks import sweep
 from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention
-from rollout_core.housekeeping.cleaning import Cleaned, clean, named_by_database
+from rollout_core.inference.ledger import named_by_database
 from rollout_core.objects.local_trees import evict_local_trees
+from rollout_core.objects.retention.housekeeping import Cleaned, clean
+from rollout_core.promotion.history import histories
 from tasks.runtime.connections import AGENT_LOGS, cache_folder, current_connections, lock_folder, objects
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import retry
@@ -44,4 +46,4 @@ def _clean(rules: Retention, dry_run: bool) -> Cleaned:
         sweep(cache_folder(), ".*.lock", min_age_seconds=OLD_LOCK_SECONDS)
         sweep(cache_folder() / AGENT_LOGS, "*.log", min_age_seconds=OLD_LOG_SECONDS)
         evict_local_trees(cache_folder(), cache_bytes())
-    return clean(objects(), rules, named_elsewhere=named, dry_run=dry_run)
+    return clean(objects(), rules, histories=histories(objects()), named_elsewhere=named, dry_run=dry_run)

@@ -4,6 +4,26 @@ Nothing here imports Prefect. Heavy libraries (torch, vllm, transformers) are im
 them, so importing this package, or any module of plain data in it, costs little.
 """
 
+from rollout_core.base import moved
+
+moved.alias(
+    __name__,
+    {
+        "housekeeping": "rollout_core.objects.retention",
+        "housekeeping.cleaning": "rollout_core.objects.retention.housekeeping",
+        "housekeeping.usage": "rollout_core.objects.retention.usage",
+        "objects.gc": "rollout_core.objects.retention.garbage",
+        "objects.giving_up": "rollout_core.objects.retention.pruning",
+        "objects.leases": "rollout_core.objects.retention.leases",
+        "objects.sweeps": "rollout_core.objects.retention.sweeps",
+        "objects.unstored": "rollout_core.objects.retention.unstored",
+        "store.http.errors": "rollout_core.web.errors",
+        "store.http.listening": "rollout_core.web.listening",
+        "store.http.threads": "rollout_core.web.threads",
+        "store.loops": "rollout_core.base.loops",
+    },
+)
+
 __version__ = "0.1.0"
 DISTRIBUTION = "rollout-post-training"
 """What pip calls this project; `rollout` there is somebody else's."""

@@ -21,6 +21,7 @@ from rollout_core.agents.queue import INTERRUPTIONS
 from rollout_core.agents.session import POLICY, AgentSession, ServedPolicy, Setting
 from rollout_core.base.errors import in_words
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.loops import LoopThread
 from rollout_core.base.stopping import run_async
 from rollout_core.config import AgentConfig, EngineConfig, RunnersConfig, SamplingParams, identity
 from rollout_core.data.datasets import TaskRow, parse_rows
@@ -29,9 +30,8 @@ from rollout_core.inference.base import ModelRef
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Experience
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store import EnqueueRolloutRequest, NamedResources, PromptTemplate, RolloutConfig
-from rollout_core.store.loops import LoopThread
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections
 from tasks.runtime.journal import stage_logger

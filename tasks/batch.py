@@ -34,7 +34,7 @@ from rollout_core.inference.shards import (
 from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.unstored import local_model
 from tasks.generate import Help, generator_id
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.arguments import Arguments

@@ -15,7 +15,7 @@ from rollout_core.data.text import tokenize_prompts
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Record, Scores
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.unstored import local_model
 from tasks.runtime import connections
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage

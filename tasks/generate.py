@@ -27,7 +27,7 @@ from rollout_core.models.facts import known_ids, max_positions
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet, Record
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store.types import RolloutMode
 from tasks.curriculum import OpenPrompts
 from tasks.runtime import artifacts, connections, events

@@ -12,7 +12,7 @@ from rollout_core.data.samples import decode_completions_blob, decode_samples, e
 from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Completions, PromptSet
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.unstored import local_model
 from tasks.generate import enqueue
 from tasks.runtime import artifacts, connections
 from tasks.runtime.journal import stage_logger

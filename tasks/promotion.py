@@ -75,7 +75,7 @@ def file_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
 def label_state(checkpoint: Checkpoint, name: str, *, label: str = "") -> None:
     """Label a checkpoint's state for people, unless it is not stored. One that was given up since has its label."""
     snapshots, state = SnapshotStore(connections.objects()), checkpoint.train_state
-    is_there = retry(lambda: snapshots.find_given_up(state) is None or snapshots.is_present(state))
+    is_there = retry(lambda: snapshots.find_pruned(state) is None or snapshots.is_present(state))
     labelled = {"checkpoint": checkpoint, "snapshot_label": name, "label": label}
     if is_there or retry(lambda: snapshot.find(labelled)) is not None:
         snapshot(checkpoint, name, label=label)

@@ -17,7 +17,7 @@ from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.ledger import this_worker
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.unstored import local_model
 from rollout_core.promotion.evidence import Divergence
 from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction, Score

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import flows
+import rollout_core
 import tasks
 from rollout_core.base.moved import Moved
 from tests.structure import PACKAGES, PROJECT, House, Import, read_house
@@ -79,7 +80,7 @@ def test_the_map_has_the_rooms_in_the_order_of_the_layers():
     assert shown == [*rooms, *(f"rollout_core/{room}" for room in core)]
 
 
-@pytest.mark.parametrize("package", [tasks, flows])
+@pytest.mark.parametrize("package", [tasks, flows, rollout_core])
 def test_modules_that_moved_are_found_under_their_old_names(package: ModuleType):
     finder = next(found for found in sys.meta_path if isinstance(found, Moved) and found.package == package.__name__)
     assert finder.moved

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_core.store.http.errors import Forbidden, Unauthorized
-from rollout_core.store.http.listening import Gate
+from rollout_core.web.errors import Forbidden, Unauthorized
+from rollout_core.web.gate import Gate
 
 LOGIN, STATIC = "/login", "/static/"
 _COOKIE = "rollout_ui"
@@ -69,7 +69,7 @@ class _Door(Gate):
     """The store server's rules for who is let in; a browser shows its key once, and a cookie from then on."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        super().__init__(app, api_key, (), None, {})
+        super().__init__(app, api_key)
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,14 +21,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.runs.browsing import SampleBrowser
 from rollout_core.runs.records import RunRecords
 from rollout_core.store import LightningStore, SqlLightningStore
-from rollout_core.store.http.listening import (
-    MainServer,
-    listen,
-    require_key,
-    serving,
-    url_of,
-    uvicorn_config,
-)
+from rollout_core.store.http.app import serving
+from rollout_core.web.listening import MainServer, listen, require_key, url_of, uvicorn_config
 from tasks.runtime.prefect_server import PREFECT_HOME, running_server
 
 log = logging.getLogger(__name__)

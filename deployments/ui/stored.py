@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deployments.ui.app import Pages
-from rollout_core.housekeeping.usage import measure
 from rollout_core.inference.ledger import is_gone
-from rollout_core.objects.leases import live_leases
+from rollout_core.objects.retention.leases import live_leases
+from rollout_core.objects.retention.usage import measure
 from rollout_core.store.types import RolloutStatus, Worker
 
 PAGE = 50

@@ -17,9 +17,11 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import size_text
 from rollout_core.config.base import parse_config, read_toml
 from rollout_core.config.retention import Retention
-from rollout_core.housekeeping.cleaning import clean, named_by_database
-from rollout_core.housekeeping.usage import measure
+from rollout_core.inference.ledger import named_by_database
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.retention.housekeeping import clean
+from rollout_core.objects.retention.usage import measure
+from rollout_core.promotion.history import histories
 from tasks.runtime.prefect_server import object_store, storage_and_database
 
 
@@ -48,7 +50,7 @@ def storage_gc(
         changed |= {"grace_hours": 0.0} if now else {}
         chosen = parse_config(tables, Retention, name="rules" if rules is None else str(rules), overrides=changed)
         with _storage_and_names(storage, chosen.completion_days) as (objects, named):
-            cleaned = clean(objects, chosen, named_elsewhere=named, dry_run=dry_run)
+            cleaned = clean(objects, chosen, histories=histories(objects), named_elsewhere=named, dry_run=dry_run)
         typer.echo(cleaned.model_dump_json(indent=2) if as_json else "\n".join(cleaned.lines))
         if cleaned.garbage.unreadable:
             raise typer.Exit(EXIT_FAILED)

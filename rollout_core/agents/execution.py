@@ -32,8 +32,8 @@ from rollout_core.agents.supervision import (
     supervise,
 )
 from rollout_core.base.errors import ConfigError, in_words
+from rollout_core.base.loops import LoopThread
 from rollout_core.store import LightningStore, LightningStoreClient, LightningStoreServer, LightningStoreThreaded
-from rollout_core.store.loops import LoopThread
 
 logger = logging.getLogger(__name__)
 

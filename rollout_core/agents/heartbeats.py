@@ -11,8 +11,8 @@ from typing import Any, Literal
 import psutil
 
 from rollout_core.base.errors import in_words
+from rollout_core.base.loops import LoopThread
 from rollout_core.store import LightningStore
-from rollout_core.store.loops import LoopThread
 
 logger = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from rollout_core.inference.training_samples import Adapted, file_experience
 from rollout_core.launch import run_update
 from rollout_core.models.locating import import_model
 from rollout_core.objects import Checkpoint, Experience, ObjectStore, SnapshotStore
-from rollout_core.objects.gc import UPDATE_REFS
-from rollout_core.objects.unstored import local_model
+from rollout_core.objects.retention.garbage import UPDATE_REFS
+from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store import (
     EnqueueRolloutRequest,
     LightningStore,

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollout_core.base.errors import Conflict
+from rollout_core.base.loops import Bell
 from rollout_core.inference.ledger import is_gone
 from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, ResourcesUpdate, Rollout
 from rollout_core.store.forwarding import StoreView
 from rollout_core.store.lifecycle import FINISHED
-from rollout_core.store.loops import Bell
 
 INTERRUPTIONS = 20
 _REMEMBERED_CLAIMS = 10_000

@@ -20,9 +20,9 @@ from typing import Any
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.retention.unstored import local_model, put_stored_model
 from rollout_core.objects.snapshots import MODEL_FOLDER, Snapshot, SnapshotStore, progress_ref
 from rollout_core.objects.trees import FileMark, Identified, file_mark, files_of, identify
-from rollout_core.objects.unstored import local_model, put_stored_model
 
 log = logging.getLogger(__name__)
 

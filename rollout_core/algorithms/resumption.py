@@ -32,12 +32,12 @@ from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recov
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import LearnerSettings, OnPolicySettings
-from rollout_core.objects.giving_up import free
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.retention.pruning import free
+from rollout_core.objects.retention.unstored import hold_model, put_model, put_stored_model
 from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 from rollout_core.objects.trees import TreeManifest, files_of
-from rollout_core.objects.unstored import hold_model, put_model, put_stored_model
 
 log = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class Resumption:
         if self._resumed is not None and self._resumed not in in_use:
             dropped += [found for found in self._snapshots.named_by(self._resumed) if found.label is None]
         for snapshot in {snapshot.ref: snapshot for snapshot in dropped}.values():
-            self._snapshots.give_up(snapshot, run_id=None)
+            self._snapshots.drop_name(snapshot, run_id=None)
         return {snapshot.files for snapshot in dropped}
 
     def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:

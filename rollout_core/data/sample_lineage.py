@@ -20,9 +20,8 @@ from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.data.datasets import PromptRow, parse_rows, split_lines
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import prompt_of
-from rollout_core.models.precision import ROUNDS
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.lineage import Lineage, in_order, trace_descendants, trace_lineage
+from rollout_core.objects.lineage import ROUNDS, Lineage, in_order, trace_descendants, trace_lineage
 from rollout_core.objects.trees import TREE_BEGINS
 
 TRAINS = "_update"

@@ -10,6 +10,7 @@ is kept in the same way under the status ``failed``; one that failed for a passi
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 from rollout_core.base.errors import Conflict, CorruptObject, Fatal, MissingObject
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.processes import ProcessName
 from rollout_core.base.trusted import trusted
 from rollout_core.config import SamplingParams
@@ -37,6 +38,9 @@ from rollout_core.store import (
 )
 from rollout_core.store.encoded_spans import EncodedSpan, encode_plain
 from rollout_core.store.span_fields import span_ids
+from rollout_core.store.sql.by_url import is_postgres
+from rollout_core.store.sql.sqlite import parse_url
+from rollout_core.store.sql.store import SqlLightningStore
 from rollout_core.store.types import UNSET, RolloutMode
 
 SAMPLE_KIND = "sample"
@@ -415,3 +419,21 @@ def is_gone(worker_id: str | None) -> bool:
     # A machine's own name may hold colons (an IPv6 address, say).
     process = ProcessName.parse(":".join((worker_id or "").split(":")[-3:]))
     return process is not None and process.has_ended()
+
+
+async def named_by_database(url: str, *, completion_days: float) -> frozenset[ContentId]:
+    """Ids in the latest resources, and in the completions of samples that have not ended or ended within these days.
+
+    None where there is no database yet. Raises what opening the store raises.
+    """
+    if not is_postgres(url) and not os.path.exists(parse_url(url)):
+        return frozenset()
+    store = SqlLightningStore.from_url(url)
+    try:
+        latest = await store.get_latest_resources()
+        served = "" if latest is None else latest.model_dump_json()
+        since = time.time() - completion_days * 86400.0
+        completions = await store.ids_in_spans((COMPLETION_SPAN, FAILURE_SPAN), since=since)
+        return frozenset(completions.union(named_ids([served.encode()])))
+    finally:
+        await store.close()

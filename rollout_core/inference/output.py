@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.json_text import ordered_json
 from rollout_core.config import InferBatchConfig, OutputDir, identity
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.shards import read_shard
 from rollout_core.models.messages import openai_messages
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
-from rollout_core.store.codec import ordered_json
 
 if TYPE_CHECKING:
     import pyarrow

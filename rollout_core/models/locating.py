@@ -53,8 +53,8 @@ from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.retention.unstored import check_stored, keep_model
 from rollout_core.objects.trees import hash_file
-from rollout_core.objects.unstored import check_stored, keep_model
 
 MERGE_STAGE, CONVERT_STAGE = "merge_adapter", "convert_gguf"
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}

@@ -26,14 +26,11 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.lineage import lineage_of
+from rollout_core.objects.retention.unstored import local_model
 from rollout_core.objects.trees import files_of
-from rollout_core.objects.unstored import local_model
 
 log = logging.getLogger(__name__)
 
-ROUNDS = "round_weights"
-"""Name of the stage that gives a trained model the dtype of the one that its training began with."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, by the names that config.json and torch have for them."""
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": None}
@@ -95,12 +92,6 @@ def in_precision_of(model: ContentId, base: ContentId, objects: ObjectStore, cac
             log.warning("model %s stays in %s: %s", model.short, stored_dtype(objects, model), error)
             return model
         return objects.put_tree(folder)
-
-
-def trained_as(objects: ObjectStore, model: ContentId) -> ContentId:
-    """The model of the training state that ``model`` came from: itself, or what was brought to its base's dtype."""
-    made = lineage_of(objects, model)
-    return ContentId(made.inputs["model"]) if made is not None and made.stage == ROUNDS else model
 
 
 class OutOfRange(ConfigError):

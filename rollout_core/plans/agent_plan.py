@@ -33,7 +33,7 @@ from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import context_limit
 from rollout_core.plans.resources import states_of
 from rollout_core.store.connections import Connections
-from rollout_core.store.http.listening import listen
+from rollout_core.web.listening import listen
 
 log = logging.getLogger(__name__)
 

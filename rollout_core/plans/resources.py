@@ -403,7 +403,7 @@ def stored_of(objects: ObjectStore, run_name: str, outcomes: Mapping[str, Outcom
     found = {each.id: each for each in snapshots.list(kind="train_state")}
     noted = objects.ref_names(PRUNED_REFS)
     others = model.weight_bytes if found or noted or objects.ref_names(IMPORT_REFS) else 0  # what it begins with
-    gone = [snapshots.find_given_up(ContentId(name.rpartition("/")[2])) for name in noted]
+    gone = [snapshots.find_pruned(ContentId(name.rpartition("/")[2])) for name in noted]
     for algorithm, outcome in outcomes.items():
         sizes = [each.size_bytes for each in found.values() if each.algorithm == algorithm]
         # The update is cached all the same, and takes no state.

@@ -11,8 +11,8 @@ from pydantic import Field
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import CANDIDATE_REFS
 from rollout_core.objects.records import BlobId, Record
+from rollout_core.objects.retention.garbage import CANDIDATE_REFS
 from rollout_core.promotion.evidence import Evidence
 
 

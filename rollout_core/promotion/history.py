@@ -30,7 +30,7 @@ from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_folder_id, complete_id, is_folder
 from rollout_core.objects.files import PROMOTION_REFS
-from rollout_core.objects.unstored import why_not_stored
+from rollout_core.objects.retention.unstored import why_not_stored
 from rollout_core.promotion.evidence import Evidence
 from rollout_core.store import LLM, LightningStore, Resource
 
@@ -88,6 +88,15 @@ def resources_with_history(objects: ObjectStore) -> list[str]:
     """Names of the resources that have one."""
     names = (name.split("/")[1].removeprefix(_OF) for name in objects.ref_names(PROMOTION_REFS))
     return list(dict.fromkeys(names))
+
+
+def histories(objects: ObjectStore) -> list[list[tuple[str, ContentId]]]:
+    """Refs of the entries of each resource's history, the oldest first, with the model that each made the latest: what
+    housekeeping keeps the newest of."""
+    return [
+        [(ref, entry.model) for ref, entry in entries_by_ref(objects, resource)]
+        for resource in resources_with_history(objects)
+    ]
 
 
 def history_of(objects: ObjectStore, resource: str, *, last: int = 0) -> list[Entry]:

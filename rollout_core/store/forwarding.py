@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from rollout_core.base.loops import LoopLock
 from rollout_core.store.base import LightningStore
-from rollout_core.store.loops import LoopLock
 from rollout_core.store.types import LightningStoreCapabilities
 
 

@@ -48,7 +48,7 @@ from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
 from rollout_core.objects.addresses import with_whole_ids
-from rollout_core.objects.leases import lease
+from rollout_core.objects.retention.leases import lease
 from rollout_core.store.connections import Connections
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.connections import current_connections, objects, working_folder

@@ -31,7 +31,7 @@ from rollout_core.config import OnPolicySettings
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.unstored import unstored_model
+from rollout_core.objects.retention.unstored import unstored_model
 from tasks.runtime.connections import cache_folder
 from tasks.runtime.dry_run import DryRunCall, current_dry_run, dry_run_remark, is_placeholder
 from tasks.runtime.journal import current_journal, stage_logger
@@ -225,10 +225,10 @@ class TrainingStates:
             self._compute_again(self._missing(self._last))
         elif self._is_missed(number, checkpoint.model):
             self._compute_again([*self._missing(train_state), done])
-        self._give_up_models(number, checkpoint)
+        self._prune_models(number, checkpoint)
         return checkpoint
 
-    def _give_up_models(self, number: int, checkpoint: Checkpoint) -> None:
+    def _prune_models(self, number: int, checkpoint: Checkpoint) -> None:
         """Of iterations before ``number``, from whose models all samples are drawn."""
         kept = current_keeping()
         if kept is None:
@@ -240,13 +240,13 @@ class TrainingStates:
         needed |= {self.best, *self._spared}
         for iteration in [iteration for iteration in self._models if iteration < first_needed]:
             done = self._models[iteration]
-            if done.model not in needed and kept.give_up_model(done):
+            if done.model not in needed and kept.prune_model(done):
                 del self._models[iteration]
 
     def _is_of_a_longer_run(self, checkpoint: Checkpoint) -> bool:
         """Whether the outcome of the last iteration was one on the way of another run, which has not kept it: the state
         was not stored, or given up with its model."""
-        noted = self._snapshots.find_given_up(checkpoint.train_state)
+        noted = self._snapshots.find_pruned(checkpoint.train_state)
         if noted is None or self._snapshots.is_present(checkpoint.train_state):
             return False
         return not noted.was_stored or not self._objects.tree_is_present(checkpoint.model)

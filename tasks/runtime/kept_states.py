@@ -21,8 +21,8 @@ from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.config import Run, RunInfo
 from rollout_core.objects import Snapshot, SnapshotStore
-from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.retention.pruning import Fate, free, prune_model, prune_state, stand_on
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
 from tasks.runtime.connections import objects, open_store
@@ -70,20 +70,20 @@ class Keeping:
             return
         for earlier in self._before:
             if earlier != state:
-                give_up_state(store, earlier, self._run_id)
+                prune_state(store, earlier, self._run_id)
         self._before = [state]
         self._free()
 
-    def give_up_model(self, checkpoint: Checkpoint) -> bool:
+    def prune_model(self, checkpoint: Checkpoint) -> bool:
         """Have a model go whose state no run names any more; False while one does."""
-        return retry(lambda: self._give_up_model(checkpoint))
+        return retry(lambda: self._prune_model(checkpoint))
 
-    def _give_up_model(self, checkpoint: Checkpoint) -> bool:
+    def _prune_model(self, checkpoint: Checkpoint) -> bool:
         store = objects()
         if SnapshotStore(store).named_by(checkpoint.train_state):
             return False
         made_by = {"run_id": self._run_id, "step": checkpoint.step, "algorithm": checkpoint.algorithm}
-        give_up_model(store, checkpoint.model, **made_by)
+        prune_model(store, checkpoint.model, **made_by)
         self._free()
         return True
 

@@ -38,11 +38,11 @@ from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import identity, non_identity_inputs
 from rollout_core.config.inference import StagePlace
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.leases import renew_snapshot
 from rollout_core.objects.lineage import Lineage, named_in, record_lineage, software_versions
 from rollout_core.objects.records import Record
+from rollout_core.objects.retention.leases import renew_snapshot
+from rollout_core.objects.retention.unstored import is_whole
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
-from rollout_core.objects.unstored import is_whole
 from tasks.runtime import connections
 from tasks.runtime.arguments import spread_arguments
 from tasks.runtime.artifact_sender import SENDER

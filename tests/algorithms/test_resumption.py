@@ -17,7 +17,7 @@ from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.resumption import Resumption
 from rollout_core.algorithms.state import TrainState
 from rollout_core.config import SnapshotPolicy
-from rollout_core.objects.giving_up import free
+from rollout_core.objects.retention.pruning import free
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 
 

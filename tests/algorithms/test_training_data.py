@@ -27,7 +27,7 @@ from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, ItemWri
 from rollout_core.data.training_data import look_at_rows, pair_form, sft_form, training_items, unpaired_form
 from rollout_core.models.pretrained import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import collect_garbage
+from rollout_core.objects.retention.garbage import collect_garbage
 from tests.support.rows import parse_sft, tokenize_pairs, tokenize_sft, tokenize_unpaired
 
 COMMON: Any = {"dataset": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3)}

@@ -10,11 +10,11 @@ import pytest
 from rollout_core.config import RunInfo
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.backends import LocalFiles
-from rollout_core.objects.giving_up import free, give_up_state
+from rollout_core.objects.retention.pruning import free, prune_state
 from tasks.runtime import kept_states as keeping
 from tasks.runtime.kept_states import Keeping
 from tests.cli.test_cli import rollout
-from tests.objects.test_giving_up import update
+from tests.objects.test_pruning import update
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_beside_a_large_storage_a_run_pauses_between_deletions(
 
 def test_to_ask_for_a_state_that_was_given_up_has_no_run_compute_it_again(objects: ObjectStore, tmp_path: Path) -> None:
     first = update(objects, tmp_path, 1)
-    give_up_state(objects, first.train_state, "one")
+    prune_state(objects, first.train_state, "one")
     asked = rollout("snapshot", "restore", first.train_state, str(tmp_path / "restored"))
     assert asked.exit_code != 0 and "rollout reproduce" in asked.stderr
     assert SnapshotStore(objects).counts(first.train_state)

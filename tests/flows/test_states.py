@@ -26,8 +26,7 @@ from rollout_core.config import GRPOSettings, TrainGRPOConfig, identity, parse_c
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.local_trees import forget_local_tree
 from rollout_core.objects.records import Checkpoint, Model, Scores
-from rollout_core.objects.trees import TreeManifest
-from rollout_core.objects.unstored import (
+from rollout_core.objects.retention.unstored import (
     check_stored,
     hold_model,
     is_whole,
@@ -35,6 +34,7 @@ from rollout_core.objects.unstored import (
     put_model,
     unstored_model,
 )
+from rollout_core.objects.trees import TreeManifest
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import model_to_promote
 from tasks import learn

@@ -15,7 +15,6 @@ from openlineage.client.event_v2 import Job, Run, RunEvent
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import Scope, collect_garbage
 from rollout_core.objects.imports import (
     MAX_SOURCES,
     Imported,
@@ -40,6 +39,7 @@ from rollout_core.objects.lineage import (
 )
 from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
 from rollout_core.objects.openlineage import events
+from rollout_core.objects.retention.garbage import Scope, collect_garbage
 from rollout_core.objects.verification import verify_store
 
 PROMPTS, SAMPLES, SCORES, MODEL, MODEL_AFTER = (hash_bytes(bytes([n])) for n in range(5))

@@ -23,8 +23,8 @@ from hypothesis import given, settings, strategies as st
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, hash_bytes, named_ids
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import GcReport
 from rollout_core.objects.lineage import Lineage, lineage_of, record_lineage
+from rollout_core.objects.retention.garbage import GcReport
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import tar_stream

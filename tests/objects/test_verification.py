@@ -14,8 +14,8 @@ from flows.cli import app
 from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.retention.garbage import collect_garbage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.verification import Damage, add_checks, repair_store, verify_store

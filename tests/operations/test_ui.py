@@ -29,10 +29,10 @@ from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.base.processes import ProcessName, this_machine
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.leases import lease
 from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.retention.leases import lease
+from rollout_core.objects.retention.unstored import hold_model, put_model
 from rollout_core.objects.trees import TreeFile, TreeManifest
-from rollout_core.objects.unstored import hold_model, put_model
 from rollout_core.promotion.history import Change, change_latest
 from rollout_core.runs.records import Live, MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
 from rollout_core.runs.samples import sample_sets

@@ -132,7 +132,7 @@ def test_a_run_that_fits_is_not_refused_for_what_is_stored_already(
     saved = snapshots.save(state, run_id="one", step=1, algorithm="sft", meta={"run": night})
     monkeypatch.setattr(resources, "free_disk", lambda folder: needed - model - sft)
     plan("nightly", work, **changes)
-    snapshots.give_up(saved, "a later run")  # its model is stored yet
+    snapshots.drop_name(saved, "a later run")  # its model is stored yet
     plan("nightly", work, **changes)
 
 

@@ -18,7 +18,7 @@ import pytest
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import collect_garbage
+from rollout_core.objects.retention.garbage import collect_garbage
 from rollout_core.promotion import history
 from rollout_core.promotion.history import Change, Entry, change_latest, history_of, roll_back, served_model
 from rollout_core.store import LLM, SqlLightningStore

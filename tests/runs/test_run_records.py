@@ -19,11 +19,10 @@ from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.retention import Retention
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
-from rollout_core.housekeeping.cleaning import clean
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
-from rollout_core.objects.gc import collect_garbage
-from rollout_core.objects.leases import lease
+from rollout_core.objects.retention.garbage import collect_garbage
+from rollout_core.objects.retention.leases import lease
 from rollout_core.objects.store import blob_key
 from rollout_core.runs.decisions import note_decision
 from rollout_core.runs.estimates import stage_times
@@ -45,6 +44,7 @@ from rollout_core.runs.records import (
     work_in_words,
 )
 from rollout_core.runs.samples import compare_held_out, final_evaluation, read_set, sample_sets
+from tests.objects.test_housekeeping import clean
 
 BEGAN = datetime(2026, 11, 25, 2, 0, tzinfo=UTC)
 IDS = ("aaaa1111-0000", "aaaa2222-0000", "bbbb3333-0000")
@@ -138,7 +138,7 @@ def test_housekeeping_gives_up_old_records(objects: ObjectStore, monkeypatch) ->
     RunRecords(objects).write(head(), RunDetail(config={}))
     clean(objects, Retention(grace_hours=0))
     assert len(RunRecords(objects).heads()) == 1
-    monkeypatch.setattr("rollout_core.housekeeping.cleaning._DAY", 0.0)
+    monkeypatch.setattr("rollout_core.objects.retention.housekeeping._DAY", 0.0)
     clean(objects, Retention(grace_hours=0))
     assert RunRecords(objects).heads() == []
     assert dict(objects.blobs()) == {}

@@ -328,7 +328,7 @@ async def test_orphaned_workers_give_the_port_back(url, port):
 
 TELLS_OF_WAITS = f"""
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.http import listening
+from rollout_core.web import listening
 
 listening.GRACE_SECONDS = {LONG}
 wait = SqlLightningStore.wait_for_rollouts

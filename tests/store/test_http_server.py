@@ -34,8 +34,9 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
-from rollout_core.store.http import listening, wire
+from rollout_core.store.http import wire
 from rollout_core.store.http.transport import path_part
+from rollout_core.web import listening
 from tests.store.conftest import FailingStore
 from tests.store.forking import leave
 from tests.store.patience import LONG, until

@@ -14,8 +14,9 @@ import pytest_asyncio
 from rollout_core.store import InMemoryLightningStore, LightningStoreServer
 from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import wire
-from rollout_core.store.http.listening import MAX_HEADER_BYTES, MAX_HEADERS, _is_local
 from rollout_core.store.http.requests import MAX_GZIP_MEMBERS, BodyLimits, unpack_gzip
+from rollout_core.web.gate import _is_local
+from rollout_core.web.listening import MAX_HEADER_BYTES, MAX_HEADERS
 from tests.store.patience import LONG
 
 AGL = "/v1/agl"

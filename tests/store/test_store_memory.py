@@ -13,6 +13,7 @@ from inspect import iscoroutinefunction
 import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.loops import LoopLock
 from rollout_core.store import (
     LLM,
     AttemptUpdate,
@@ -23,7 +24,6 @@ from rollout_core.store import (
     RolloutConfig,
     SqlLightningStore,
 )
-from rollout_core.store.loops import LoopLock
 from tests.store.forking import leave
 from tests.store.patience import LONG
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 import pytest_asyncio
 
+from rollout_core.base.loops import Bell, LoopThread, Waiters
 from rollout_core.store import (
     AttemptUpdate,
     EnqueueRolloutRequest,
@@ -17,8 +18,8 @@ from rollout_core.store import (
     LightningStoreClient,
     LightningStoreServer,
 )
-from rollout_core.store.http import listening, wire
-from rollout_core.store.loops import Bell, LoopThread, Waiters
+from rollout_core.store.http import wire
+from rollout_core.web import listening
 from tests.store.conftest import SHARED
 from tests.store.forking import leave
 from tests.store.patience import FOREVER, LONG

@@ -29,10 +29,11 @@ from typing import Any
 
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.retention import Retention
-from rollout_core.housekeeping import cleaning
-from rollout_core.housekeeping.usage import measure
-from rollout_core.objects import ObjectStore, SnapshotStore, backends, buckets, leases, store
+from rollout_core.objects import ObjectStore, SnapshotStore, backends, buckets, store
+from rollout_core.objects.retention import housekeeping, leases
+from rollout_core.objects.retention.usage import measure
 from rollout_core.objects.verification import verify_store
+from rollout_core.promotion.history import histories
 from tests.support.gcp_server import google_cloud
 
 GRACE_SECONDS = 3.0
@@ -43,7 +44,7 @@ BUCKET = "kills"
 
 def scale_down() -> None:
     """A day takes a second."""
-    cleaning._DAY, cleaning.MIN_GRACE_HOURS = 1.0, 0.0
+    housekeeping._DAY, housekeeping.MIN_GRACE_HOURS = 1.0, 0.0
     for module in (backends, buckets, store, leases):
         module.TOUCH_AFTER_SECONDS = 0.0
     leases._MARGIN_SECONDS, buckets.REMOTE_SETTLE_SECONDS, backends.LocalFiles.settle_seconds = 1.0, 1.0, 0.3
@@ -89,7 +90,7 @@ def _found(objects: ObjectStore, key: ContentId) -> ContentId | None:
 
 def keep_house(objects: ObjectStore) -> None:
     while True:
-        done = cleaning.clean(objects, RULES)
+        done = housekeeping.clean(objects, RULES, histories=histories(objects))
         assert not done.garbage.unreadable, done.garbage.unreadable
         time.sleep(0.05)
 
@@ -163,7 +164,7 @@ def tell(objects: ObjectStore, folder: Path, counts: dict[str, int], acknowledge
     before = measure(objects)
     time.sleep(1.1)  # a bucket dates by seconds
     for _ in range(2):  # what the first takes away of notes, the second takes of their bytes
-        cleaning.clean(objects, RULES.model_copy(update={"grace_hours": 0.0}))
+        housekeeping.clean(objects, RULES.model_copy(update={"grace_hours": 0.0}), histories=histories(objects))
     after = measure(objects)
     print(
         json.dumps(

@@ -26,10 +26,10 @@ from rollout_core.agents.proxy.pools import Pool, Pools
 from rollout_core.agents.proxy.recording import CHAT, COMPLETIONS, Call
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import content_id
+from rollout_core.base.json_text import read_json
 from rollout_core.store import LightningStore
-from rollout_core.store.codec import read_json
-from rollout_core.store.http.errors import Unauthorized
-from rollout_core.store.http.listening import Gate
+from rollout_core.web.errors import Unauthorized
+from rollout_core.web.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ProxyApp:
         max_body_bytes: int,
     ) -> None:
         self._pools, self._forwarder, self._delivery, self._store = pools, forwarder, delivery, store
-        self._gate = Gate(self, api_key, (), None, {})
+        self._gate = Gate(self, api_key)
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._num_calls: OrderedDict[tuple[str, str], int] = OrderedDict()

@@ -15,8 +15,8 @@ from rollout_core.agents.proxy.pools import Pools, SwapPolicy
 from rollout_core.agents.proxy.upstreams import GivenModel, ModelEntry, Upstream, model_entries
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store import LLM, LightningStore, ProxyLLM
-from rollout_core.store.http.listening import DEFAULT_HOST, listen, require_key, url_of
-from rollout_core.store.http.threads import ServerThread
+from rollout_core.web.listening import DEFAULT_HOST, listen, require_key, url_of
+from rollout_core.web.threads import ServerThread
 
 T = TypeVar("T")
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import re
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,12 +23,14 @@ from starlette.types import ASGIApp
 from rollout_core.base.errors import NotFound
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
-from rollout_core.store.http.errors import ErrorBody
 from rollout_core.store.http.large_bodies import Lane
-from rollout_core.store.http.listening import METRICS_PATH, Gate, Metrics
+from rollout_core.store.http.metrics import METRICS_PATH, Metrics
 from rollout_core.store.http.otlp import receive_traces
-from rollout_core.store.http.requests import BodyLimits, Memo, direct_app, endpoint_of, error_reply
+from rollout_core.store.http.requests import BodyLimits, Memo, direct_app, endpoint_of
 from rollout_core.store.http.routes import ROUTES, Route
+from rollout_core.web.errors import ErrorBody, error_reply
+from rollout_core.web.gate import Gate
+from rollout_core.web.listening import tune_gc
 
 MAX_BODY_BYTES = 64 << 20
 
@@ -85,7 +91,12 @@ def create_app(
     app.add_exception_handler(HTTPException, _say_http_error)
     app.openapi = cache(lambda: describe(app.title))  # pyright: ignore[reportAttributeAccessIssue]
     app.add_middleware(
-        Gate, api_key=settings.api_key, allowed_origins=settings.cors_allow_origins, metrics=metrics, direct=direct
+        Gate,
+        api_key=settings.api_key,
+        allowed_origins=settings.cors_allow_origins,
+        public=(wire.HEALTH_PATH,),
+        direct=direct,
+        watch=None if metrics is None else metrics.watch,
     )
     if settings.cors_allow_origins:
         # The outermost: browsers ask for permission without a key, and must be able to read a refusal.
@@ -101,6 +112,28 @@ def create_app(
             expose_headers=[wire.UNFINISHED_HEADER],
         )
     return app
+
+
+@contextlib.asynccontextmanager
+async def serving(store: LightningStore, parent_pid: int | None = None) -> AsyncIterator[None]:
+    """The lifespan of an application that has a process to itself: in the end the store is closed.
+
+    A worker process ends when ``parent_pid`` is gone: left alone, it would keep the port from the next server.
+    """
+    tune_gc()
+    watch = None if parent_pid is None else asyncio.create_task(_end_with(parent_pid))
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.cancel()
+        await store.close()
+
+
+async def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        await asyncio.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _say_http_error(request: Request, error: Exception) -> Response:

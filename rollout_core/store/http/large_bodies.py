@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.store.http.errors import TooLarge, unprocessable
+from rollout_core.base.loops import LoopThread
 from rollout_core.store.http.wire import MAX_RECORDS
-from rollout_core.store.loops import LoopThread
+from rollout_core.web.errors import TooLarge, unprocessable
 
 Result = TypeVar("Result")
 

@@ -46,12 +46,12 @@ from rollout_core.store.encoded_spans import (
     with_bodies,
 )
 from rollout_core.store.http import wire
-from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
 from rollout_core.store.http.large_bodies import Lane, check_weight
 from rollout_core.store.http.requests import BodyLimits, read_body
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import StatusCode, TraceState, otel_name, otel_value
 from rollout_core.store.types import AttemptedRollout
+from rollout_core.web.errors import TooLarge, WrongMediaType, status_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,22 +18,21 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
+from rollout_core.base.errors import ConfigError, UnknownOutcome
 from rollout_core.store.base import LightningStore
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.http import wire
-from rollout_core.store.http.errors import (
+from rollout_core.store.http.large_bodies import LOOP_BYTES, LOOP_RECORDS, Lane, read_large
+from rollout_core.store.http.routes import Call, Route
+from rollout_core.store.types import PaginatedResult
+from rollout_core.web.errors import (
     TooLarge,
     TooSlow,
     Unprocessable,
     WrongMediaType,
-    error_body,
-    status_of,
+    error_reply,
     unprocessable,
 )
-from rollout_core.store.http.large_bodies import LOOP_BYTES, LOOP_RECORDS, Lane, read_large
-from rollout_core.store.http.routes import Call, Route
-from rollout_core.store.types import PaginatedResult
 
 logger = logging.getLogger(__name__)
 
@@ -178,19 +177,6 @@ async def _encode_list(records: Sequence[Any]) -> bytes:
         parts.append(encode_stored(records[start : start + LOOP_RECORDS])[1:-1])
         await asyncio.sleep(0)
     return b"[%b]" % b",".join(parts)
-
-
-def error_reply(error: Exception) -> Response:
-    """The reply that says ``error``; what nobody foresaw is logged."""
-    status = status_of(error)
-    if status >= 500:
-        logger.error("a request failed: %s", error, exc_info=error if status == 500 else None)
-    headers: dict[str, str] = {}
-    if isinstance(error, Recoverable):
-        headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), status, headers, media_type=wire.JSON)
 
 
 # Bodies

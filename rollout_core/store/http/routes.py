@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict
+from rollout_core.base.loops import until_stop
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import list_fields
-from rollout_core.store.loops import until_stop
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (

@@ -15,23 +15,14 @@ from typing import Any, Literal
 from fastapi import FastAPI
 
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.loops import refuse_finalizers
 from rollout_core.store.base import LightningStore
 from rollout_core.store.forwarding import ForwardingLightningStore, LightningStoreThreaded
 from rollout_core.store.http import wire
-from rollout_core.store.http.app import MAX_BODY_BYTES, AppSettings, create_app
+from rollout_core.store.http.app import MAX_BODY_BYTES, AppSettings, create_app, serving
 from rollout_core.store.http.client import LightningStoreClient
-from rollout_core.store.http.listening import (
-    DEFAULT_HOST,
-    MainServer,
-    Server,
-    listen,
-    require_key,
-    serving,
-    url_of,
-    uvicorn_config,
-)
-from rollout_core.store.loops import refuse_finalizers
 from rollout_core.store.types import LightningStoreCapabilities
+from rollout_core.web.listening import DEFAULT_HOST, MainServer, Server, listen, require_key, url_of, uvicorn_config
 
 LaunchMode = Literal["thread", "asyncio", "mp"]
 

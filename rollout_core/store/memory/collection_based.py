@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rollout_core.base.loops import Bell, Waiters
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_ends,
@@ -20,7 +21,6 @@ from rollout_core.store.checks import (
 )
 from rollout_core.store.codec import decode
 from rollout_core.store.lifecycle import RUNNING, is_watched, lost_status
-from rollout_core.store.loops import Bell, Waiters
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
 from rollout_core.store.memory.work import (
     CollectionWork,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.base.errors import Conflict, Recoverable
 from rollout_core.base.ids import ContentId, named_ids
+from rollout_core.base.loops import Bell, Waiters
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_ends,
@@ -28,7 +29,6 @@ from rollout_core.store.checks import (
 )
 from rollout_core.store.codec import encode
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_last
-from rollout_core.store.loops import Bell, Waiters
 from rollout_core.store.operations import new_rollouts
 from rollout_core.store.queries import (
     AttemptsQuery,

@@ -19,7 +19,7 @@ from rollout_core.objects.files import (
     FileStat,
     parsed,
 )
-from rollout_core.objects.gc import Marking, Scope
+from rollout_core.objects.retention.garbage import Marking, Scope
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.objects.store import blob_key
 

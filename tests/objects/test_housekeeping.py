@@ -20,17 +20,18 @@ from flows.cli import app
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config.retention import Retention
-from rollout_core.housekeeping.cleaning import Cleaned, clean
-from rollout_core.housekeeping.usage import measure
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, local_trees
 from rollout_core.objects.backends import LocalFiles
-from rollout_core.objects.gc import collect_garbage
-from rollout_core.objects.leases import lease, live_leases
 from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.retention import housekeeping
+from rollout_core.objects.retention.garbage import collect_garbage
+from rollout_core.objects.retention.housekeeping import Cleaned
+from rollout_core.objects.retention.leases import lease, live_leases
+from rollout_core.objects.retention.sweeps import announced
+from rollout_core.objects.retention.usage import measure
 from rollout_core.objects.store import blob_key
-from rollout_core.objects.sweeps import announced
 from rollout_core.objects.verification import verify_store
-from rollout_core.promotion.history import Entry
+from rollout_core.promotion.history import Entry, histories
 from tests.objects.test_snapshots import write
 
 DAY = 86400.0
@@ -64,6 +65,10 @@ def filed(objects: ObjectStore, stage: str, inputs: dict, result: dict, *outputs
     document = {"metadata": {"storage_key": key}, "result": json.dumps(result)}
     objects.set_ref(f"results/{key}", objects.put_json(document))
     return key
+
+
+def clean(objects: ObjectStore, rules: Retention, **options: Any) -> Cleaned:
+    return housekeeping.clean(objects, rules, histories=histories(objects), **options)
 
 
 class Night:
@@ -256,7 +261,7 @@ def test_a_lease_ends_with_its_process_and_otherwise_after_a_day(objects: Object
     code = (
         "import os, sys\n"
         "from rollout_core.objects import ObjectStore\n"
-        "from rollout_core.objects.leases import lease\n"
+        "from rollout_core.objects.retention.leases import lease\n"
         "with lease(ObjectStore.from_url(sys.argv[1]), 'killed'):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -293,7 +298,8 @@ def test_a_blob_that_is_put_while_it_is_about_to_be_deleted_is_there_afterwards(
 
 PUT = """
 import sys, time
-from rollout_core.objects import ObjectStore, sweeps
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.retention import sweeps
 def settle(seconds):
     print("waits", flush=True)
     real(1.0)
@@ -323,9 +329,10 @@ def test_usage_says_what_is_shared_and_what_is_ones_own(objects: ObjectStore, tm
 STEPS = """
 import os, sys
 from rollout_core.config.retention import Retention
-from rollout_core.housekeeping.cleaning import clean
+from rollout_core.objects.retention.housekeeping import clean
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
+from rollout_core.promotion.history import histories
 LocalFiles.settle_seconds = 0.0
 left = int(sys.argv[2])
 def dying(method):
@@ -337,7 +344,8 @@ def dying(method):
         return method(*args)
     return run
 LocalFiles.delete, LocalFiles.write = dying(LocalFiles.delete), dying(LocalFiles.write)
-clean(ObjectStore.from_url(sys.argv[1]), Retention(grace_hours=0))
+objects = ObjectStore.from_url(sys.argv[1])
+clean(objects, Retention(grace_hours=0), histories=histories(objects))
 """
 
 

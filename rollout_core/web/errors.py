@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.responses import Response
 
 from rollout_core.base.errors import (
     ConfigError,
@@ -17,7 +19,9 @@ from rollout_core.base.errors import (
     RolloutError,
     UnknownOutcome,
 )
-from rollout_core.store.codec import encode_stored
+from rollout_core.base.json_text import ordered_json
+
+logger = logging.getLogger(__name__)
 
 
 class ErrorBody(BaseModel):
@@ -121,7 +125,7 @@ def status_of(error: Exception) -> int:
 def error_body(error: Exception) -> bytes:
     """The body that says ``error``. What nobody foresaw keeps its details to itself."""
     if status_of(error) == 500:
-        return encode_stored(ErrorBody(detail="the server failed; its log says why", error="Fatal"))
+        return ordered_json(ErrorBody(detail="the server failed; its log says why", error="Fatal").model_dump())
     name = next(name for name, kind in _KINDS.items() if isinstance(error, kind.error))
     body = ErrorBody(
         detail=str(error),
@@ -129,7 +133,20 @@ def error_body(error: Exception) -> bytes:
         violations=list(getattr(error, "violations", ())),
         content_id=getattr(error, "content_id", None),
     )
-    return encode_stored(body)
+    return ordered_json(body.model_dump())
+
+
+def error_reply(error: Exception) -> Response:
+    """The reply that says ``error``; what nobody foresaw is logged."""
+    status = status_of(error)
+    if status >= 500:
+        logger.error("a request failed: %s", error, exc_info=error if status == 500 else None)
+    headers: dict[str, str] = {}
+    if isinstance(error, Recoverable):
+        headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), status, headers, media_type="application/json")
 
 
 _ERROR_BODY = TypeAdapter(ErrorBody)

@@ -22,11 +22,11 @@ from typing import Literal
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects.files import GIVEN_UP_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat
-from rollout_core.objects.gc import KEEPING_REFS, WEIGHTS, Marking, Scope
+from rollout_core.objects.retention.garbage import KEEPING_REFS, WEIGHTS, Marking, Scope
+from rollout_core.objects.retention.sweeps import announced
+from rollout_core.objects.retention.unstored import note_pruned
 from rollout_core.objects.snapshots import FINISHED, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 from rollout_core.objects.store import ObjectStore, blob_key
-from rollout_core.objects.sweeps import announced
-from rollout_core.objects.unstored import note_given_up
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +61,12 @@ def stand_on(
     return True
 
 
-def give_up_state(objects: ObjectStore, state: ContentId, run_id: str) -> None:
+def prune_state(objects: ObjectStore, state: ContentId, run_id: str) -> None:
     """Take away a run's name of a state, unless somebody labelled it or an unfinished update resumes from it."""
     snapshots = SnapshotStore(objects)
     for record in snapshots.named_by(state):
         if record.run_id == run_id and not record.is_kept_by_label and not _is_resumed_from(objects, state):
-            snapshots.give_up(record, run_id)
+            snapshots.drop_name(record, run_id)
 
 
 def _is_resumed_from(objects: ObjectStore, state: ContentId) -> bool:
@@ -81,10 +81,10 @@ def _is_resumed_from(objects: ObjectStore, state: ContentId) -> bool:
     return found
 
 
-def give_up_model(objects: ObjectStore, model: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
+def prune_model(objects: ObjectStore, model: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
     """Have results that name a model count without its weights, which `free` deletes unless something keeps them."""
     if objects.tree_is_present(model):
-        note_given_up(objects, model, run_id=run_id, step=step, algorithm=algorithm)
+        note_pruned(objects, model, run_id=run_id, step=step, algorithm=algorithm)
         objects.set_ref(f"{GIVEN_UP_REFS}/{model}", model)
 
 

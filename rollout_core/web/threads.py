@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import uvloop
 
 from rollout_core.base.errors import Recoverable, in_words
-from rollout_core.store.http.listening import Server, uvicorn_config
-from rollout_core.store.loops import refuse_finalizers
+from rollout_core.base.loops import refuse_finalizers
+from rollout_core.web.listening import Server, uvicorn_config
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.files import CHOSEN_REFS, PRUNED_REFS
-from rollout_core.objects.gc import UNSTORED_MODEL, WEIGHTS
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Record
+from rollout_core.objects.retention.garbage import UNSTORED_MODEL, WEIGHTS
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
 from rollout_core.objects.trees import NO_CHECKS, Checks, TreeManifest
@@ -82,7 +82,7 @@ def hold_model(
     return model
 
 
-def note_given_up(objects: ObjectStore, model: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
+def note_pruned(objects: ObjectStore, model: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
     """Have results count that name a stored model whose weights are about to be deleted."""
     note = UnstoredModel(run_id=run_id, step=step, algorithm=algorithm, was_stored=True)
     objects.set_ref(_ref(model), objects.put_bytes(note.model_dump_json().encode()))

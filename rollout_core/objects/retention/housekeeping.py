@@ -6,30 +6,24 @@ one does the rest. While runs are under way, what they may have read stays below
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
-from rollout_core.base.ids import ContentId, canonical_json, hash_bytes, named_ids
+from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.processes import size_text
 from rollout_core.config.retention import Retention
-from rollout_core.inference.ledger import COMPLETION_SPAN, FAILURE_SPAN
-from rollout_core.models.precision import trained_as
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile, TreeManifest
 from rollout_core.objects.files import EXPIRED_REFS, PRUNED_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
-from rollout_core.objects.gc import GcReport, Scope, collect_garbage
-from rollout_core.objects.leases import live_leases, unused_before
+from rollout_core.objects.lineage import trained_as
+from rollout_core.objects.retention.garbage import GcReport, Scope, collect_garbage
+from rollout_core.objects.retention.leases import live_leases, unused_before
 from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, expire_ref
-from rollout_core.promotion.history import entries_by_ref, resources_with_history
-from rollout_core.store.sql.by_url import is_postgres
-from rollout_core.store.sql.sqlite import parse_url
-from rollout_core.store.sql.store import SqlLightningStore
 
 MIN_GRACE_HOURS = 7.0
 """With less, a blob that was put again without being touched might go."""
@@ -94,11 +88,23 @@ class _Choice:
         return frozenset([*(state.ref for state in self.states), *self.results, *self.progress, *self.records])
 
 
+History = Sequence[tuple[str, ContentId]]
+"""Refs of the entries of one history of models, the oldest first, with the model that each made the latest."""
+
+
 def clean(
-    objects: ObjectStore, rules: Retention, *, named_elsewhere: Collection[ContentId] = (), dry_run: bool = False
+    objects: ObjectStore,
+    rules: Retention,
+    *,
+    histories: Collection[History],
+    named_elsewhere: Collection[ContentId] = (),
+    dry_run: bool = False,
 ) -> Cleaned:
-    """Give up what ``rules`` do not keep, and delete what nothing names any more but the database, which names
-    ``named_elsewhere``. Safe while runs and other rounds work; a round that was killed is finished by the next one.
+    """Give up what ``rules`` do not keep, and delete what nothing names any more. Safe while runs and other rounds
+    work; a round that was killed is finished by the next one.
+
+    ``histories``: of the models that were the latest (`promotion.history.histories`); of each, the newest stay.
+    ``named_elsewhere``: ids that the database names, which stay.
 
     Raises ConfigError for a grace of zero while runs are under way, or one that is too short to be safe.
     """
@@ -112,7 +118,7 @@ def clean(
             f"grace_hours 0 is for when nothing runs; under way: {names}. Wait for them, or allow 24 hours"
         )
     bytes_before = sum(stat.size for _, stat in objects.blobs())
-    chosen = _choose(objects, rules, unused_before(leases, time.time()))
+    chosen = _choose(objects, rules, histories, unused_before(leases, time.time()))
     if not dry_run:
         _give_up(objects, chosen)
     # A run that began after they were taken away has not read them; one that began before may have.
@@ -144,7 +150,7 @@ def clean(
 def _give_up(objects: ObjectStore, chosen: _Choice) -> None:
     snapshots = SnapshotStore(objects)
     for state in chosen.states:
-        snapshots.give_up_one(state)
+        snapshots.expire(state)
     for name in (*chosen.results, *chosen.progress, *chosen.records):
         expire_ref(objects, name)
     for model in chosen.models:
@@ -153,16 +159,16 @@ def _give_up(objects: ObjectStore, chosen: _Choice) -> None:
         objects.delete_ref(f"{PRUNED_REFS}/{model}")
 
 
-def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Choice:
+def _choose(objects: ObjectStore, rules: Retention, histories: Collection[History], in_use_since: float) -> _Choice:
     now = time.time()
     before = min(now - rules.grace_hours * 3600.0, in_use_since)
     unused = min(before, now - rules.result_days * _DAY)
     results = _set_before(objects, RESULT_REFS, unused)
     progress = _set_before(objects, PROGRESS_REFS, unused)
-    kept_models, entries = _promoted(objects, rules.keep_promoted)
+    kept_models, entries = _latest_models(histories, rules.keep_promoted)
     in_states = kept_models | {trained_as(objects, model) for model in kept_models}
-    given_up = {name.partition("/")[2] for name in objects.ref_names(PRUNED_REFS)}
-    models = [model for model in sorted(set(entries.values())) if model not in given_up and objects.exists(model)]
+    pruned = {name.partition("/")[2] for name in objects.ref_names(PRUNED_REFS)}
+    models = [model for model in sorted(set(entries.values())) if model not in pruned and objects.exists(model)]
     old = set(_set_before(objects, SNAPSHOT_REFS, before))
     resumed = {named for name, named in objects.list_refs(PROGRESS_REFS) if name not in progress}
     states = SnapshotStore(objects).list()
@@ -183,7 +189,7 @@ def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Cho
         progress=tuple(progress),
         records=tuple(_set_before(objects, RUN_RECORD_REFS, min(before, now - rules.run_days * _DAY))),
         models=tuple(models),
-        back=tuple(model for model in kept_models if model in given_up),
+        back=tuple(model for model in kept_models if model in pruned),
         entries=frozenset(entries),
     )
 
@@ -213,15 +219,13 @@ def _kept_states(newest_first: Iterable[Snapshot], rules: Retention, now: float)
     return kept
 
 
-def _promoted(objects: ObjectStore, keep: int) -> tuple[set[ContentId], dict[str, ContentId]]:
+def _latest_models(histories: Collection[History], keep: int) -> tuple[set[ContentId], dict[str, ContentId]]:
     """Models of the histories that stay; and the refs of the entries of others, with their models."""
     kept: set[ContentId] = set()
-    named: dict[str, ContentId] = {}
-    for resource in resources_with_history(objects):
-        entries = entries_by_ref(objects, resource)
-        newest = dict.fromkeys(entry.model for _, entry in reversed(entries))
+    for history in histories:
+        newest = dict.fromkeys(model for _, model in reversed(history))
         kept |= set(list(newest)[:keep])
-        named |= {ref: entry.model for ref, entry in entries}
+    named = {ref: model for history in histories for ref, model in history}
     return kept, {ref: model for ref, model in named.items() if model not in kept}
 
 
@@ -235,21 +239,3 @@ def _model_of(objects: ObjectStore, state: Snapshot) -> ContentId | None:
     inner = [file for file in files if file.path.startswith(below)]
     paths = [TreeFile(path=file.path.removeprefix(below), size=file.size, content_id=file.content_id) for file in inner]
     return hash_bytes(canonical_json(TreeManifest(files=tuple(paths)))) if inner else None
-
-
-async def named_by_database(url: str, *, completion_days: float) -> frozenset[ContentId]:
-    """Ids in the latest resources, and in the completions of samples that have not ended or ended within these days.
-
-    None where there is no database yet. Raises what opening the store raises.
-    """
-    if not is_postgres(url) and not os.path.exists(parse_url(url)):
-        return frozenset()
-    store = SqlLightningStore.from_url(url)
-    try:
-        latest = await store.get_latest_resources()
-        served = "" if latest is None else latest.model_dump_json()
-        since = time.time() - completion_days * _DAY
-        completions = await store.ids_in_spans((COMPLETION_SPAN, FAILURE_SPAN), since=since)
-        return frozenset(completions.union(named_ids([served.encode()])))
-    finally:
-        await store.close()

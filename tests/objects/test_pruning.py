@@ -16,14 +16,14 @@ from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import GIVEN_UP_REFS
-from rollout_core.objects.gc import Marking
-from rollout_core.objects.giving_up import Fate, free, give_up_model, give_up_state, stand_on
 from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.retention.garbage import Marking
+from rollout_core.objects.retention.pruning import Fate, free, prune_model, prune_state, stand_on
+from rollout_core.objects.retention.sweeps import announced
+from rollout_core.objects.retention.unstored import check_stored, is_whole, put_model, unstored_model
 from rollout_core.objects.snapshots import FINISHED, RUN_NAME, progress_ref
-from rollout_core.objects.sweeps import announced
-from rollout_core.objects.unstored import check_stored, is_whole, put_model, unstored_model
 from rollout_core.objects.verification import verify_store
-from tests.housekeeping.test_housekeeping import NOW, clean, promote
+from tests.objects.test_housekeeping import NOW, clean, promote
 from tests.objects.test_snapshots import write
 
 WEIGHTS, MOMENTS = "model/model.safetensors", "optimizer.safetensors"
@@ -60,8 +60,8 @@ def update(objects: ObjectStore, folder: Path, number: int, run: str = "one", na
 
 
 def give_up(objects: ObjectStore, made: Checkpoint, run: str = "one") -> None:
-    give_up_state(objects, made.train_state, run)
-    give_up_model(objects, made.model, run_id=run, step=made.step, algorithm=made.algorithm)
+    prune_state(objects, made.train_state, run)
+    prune_model(objects, made.model, run_id=run, step=made.step, algorithm=made.algorithm)
 
 
 def has(objects: ObjectStore, made: Checkpoint) -> tuple[bool, bool]:
@@ -100,7 +100,7 @@ def test_what_is_given_up_is_deleted_at_once_and_its_result_counts(objects: Obje
 
 def test_without_the_model_only_the_rest_of_the_state_goes(objects: ObjectStore, tmp_path: Path) -> None:
     first = update(objects, tmp_path, 1)
-    give_up_state(objects, first.train_state, "one")
+    prune_state(objects, first.train_state, "one")
     assert free(objects) == len(b"moments 1 " * 999)
     assert has(objects, first) == (False, True)
 
@@ -248,11 +248,11 @@ def test_a_model_folder_that_somebody_starts_from_is_stored_though_a_run_gave_th
 ) -> None:
     model = objects.put_tree(tiny_model)
     assert import_model(ModelSource(uri=str(tiny_model)), objects, Path()) == model
-    give_up_model(objects, model, run_id="one", step=1, algorithm="GRPO")
+    prune_model(objects, model, run_id="one", step=1, algorithm="GRPO")
     assert free(objects) == 0 and objects.tree_is_present(model), "it was named as a start before"
     for name in objects.ref_names("chosen-models"):
         objects.delete_ref(name)
-    give_up_model(objects, model, run_id="one", step=1, algorithm="GRPO")
+    prune_model(objects, model, run_id="one", step=1, algorithm="GRPO")
     assert free(objects) > 0 and not objects.tree_is_present(model)
     assert import_model(ModelSource(uri=str(tiny_model)), objects, Path()) == model
     clean(objects, NOW)

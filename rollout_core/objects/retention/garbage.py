@@ -31,9 +31,9 @@ from rollout_core.objects.files import (
     hashed,
     parsed,
 )
-from rollout_core.objects.leases import live_leases, unused_before
+from rollout_core.objects.retention.leases import live_leases, unused_before
+from rollout_core.objects.retention.sweeps import announced
 from rollout_core.objects.store import ObjectStore, blob_key
-from rollout_core.objects.sweeps import announced
 from rollout_core.objects.trees import TREE_BEGINS
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class Marking:
         self._outputs: dict[ContentId, set[ContentId]] = {}
         """Of records of lineage, as far as they were asked for."""
         self._seen: set[ContentId] = set()
-        self._given_up: set[ContentId] = set()
+        self._pruned: set[ContentId] = set()
         """Models that their run gave up, whose weights only those need that name the model itself."""
         self._chosen: set[ContentId] = set()
         """Models that are named so."""
@@ -260,8 +260,8 @@ class Marking:
                 self._lineage_refs[name] = named
                 self._keys[named] = name.split("/")[-1] if name.count("/") == 2 else ""
                 self._all_keys.add(self._keys[named])
-            if about == f"{PRUNED_REFS}/" and blob in self._blobs and self._is_given_up(named):
-                self._given_up.add(blob)
+            if about == f"{PRUNED_REFS}/" and blob in self._blobs and self._is_pruned(named):
+                self._pruned.add(blob)
             if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
             if blob in self._seen and not is_lineage:
@@ -417,11 +417,11 @@ class Marking:
         # Setting damaged blobs aside is the business of those who need them.
         if hasher.hexdigest() != content_id:
             self.unreadable.add(f"blob {content_id}, which is damaged")
-        if content_id in self._given_up and content_id not in self._chosen and is_json:
+        if content_id in self._pruned and content_id not in self._chosen and is_json:
             return self._without_weights(content_id, names)
         return names if is_json else set()
 
-    def _is_given_up(self, note: ContentId) -> bool:
+    def _is_pruned(self, note: ContentId) -> bool:
         """Whether a note below `PRUNED_REFS` is of a model that its run gave up, see `unstored`."""
         try:
             document = parsed(self._objects.files.read(blob_key(note)))

@@ -1,41 +1,24 @@
-"""Running an application under uvicorn: where it listens, who is let in and counted, what headers and slow clients it
-puts up with, and what signals and forks do to it.
-
-Let in are those who have the key; and without one, only programs of this machine, no web pages of others. A web page
-can make the browser of somebody on this machine send requests to a server on loopback: with the page's address as
-Origin, or, where a name of the page's owner leads to 127.0.0.1 (DNS rebinding), with that name as Host.
-"""
+"""Running an application under uvicorn: where it listens, what headers and slow clients it accepts, and what signals
+and forks do to it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import hmac
 import ipaddress
 import os
 import signal
 import socket
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Generator
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from rollout_core.base.errors import ConfigError, Fatal, Recoverable
-from rollout_core.store.base import LightningStore
-from rollout_core.store.http import wire
-from rollout_core.store.http.errors import Forbidden, Unauthorized
-from rollout_core.store.http.requests import error_reply
-from rollout_core.store.loops import end_waits
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.loops import end_waits
 
 HEADER_SECONDS = 20.0
 """Longest time from the first byte of a request, or from the connection, to the end of its header."""
@@ -273,178 +256,3 @@ def tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
-
-
-@contextlib.asynccontextmanager
-async def serving(store: LightningStore, parent_pid: int | None = None) -> AsyncIterator[None]:
-    """The lifespan of an application that has a process to itself: in the end the store is closed.
-
-    A worker process ends when ``parent_pid`` is gone: left alone, it would keep the port from the next server.
-    """
-    tune_gc()
-    watch = None if parent_pid is None else asyncio.create_task(_end_with(parent_pid))
-    try:
-        yield
-    finally:
-        if watch is not None:
-            watch.cancel()
-        await store.close()
-
-
-async def _end_with(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        await asyncio.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-# Who is let in
-
-
-class Gate:
-    """Lets requests in or refuses them, keeps paths as they were sent, and counts."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None,
-        allowed_origins: Sequence[str],
-        metrics: Metrics | None,
-        direct: Mapping[tuple[str, str], ASGIApp],
-    ) -> None:
-        """``direct`` has what serves a request of a method and path; ``app`` serves all others."""
-        self._app = app
-        self._direct = direct
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
-        self._allowed_origins = frozenset(origin.lower().encode() for origin in allowed_origins)
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        # Ids may hold slashes. So routes are matched before %2F is decoded, and endpoints decode their parts.
-        scope["path"] = scope["raw_path"].decode("latin-1")
-        refusal = self.refusal(scope)
-        if refusal is not None:
-            return await error_reply(refusal)(scope, receive, send)
-        app = self._direct.get((scope["method"], scope["path"]), self._app)
-        if self._metrics is None:
-            return await app(scope, receive, send)
-        await self._metrics.watch(app, scope, receive, send)
-
-    def refusal(self, scope: Scope) -> Exception | None:
-        """Why this request is not let in, whose path is as it was sent; None where it is."""
-        return None if scope["path"] == wire.HEALTH_PATH else self.why_refused(scope)
-
-    def why_refused(self, scope: Scope) -> Exception | None:
-        """Why who sends this request is not let in; None where they are."""
-        if self._authorization is None:
-            return self._foreign(scope)
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if hmac.compare_digest(given, self._authorization):
-            return None
-        return Unauthorized("no valid API key; send it as Authorization: Bearer KEY")
-
-    def _foreign(self, scope: Scope) -> Exception | None:
-        """Why this may be the request of a web page of others."""
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        # Old programs send no Host; browsers always do.
-        if len(hosts) > 1 or not all(map(_is_local, hosts)):
-            shown = b", ".join(hosts).decode("latin-1")
-            return Forbidden(
-                f"the request is for the host {shown!r:.200}; without an API key this server answers only to localhost "
-                "and loopback addresses; give it a key to use it by another name"
-            )
-        for name, value in scope["headers"]:
-            if name == b"origin" and not self._is_allowed(value.lower(), hosts):
-                return Forbidden(
-                    f"the request comes from the web page {value.decode('latin-1')!r:.200}; without an API key this "
-                    "server accepts none from other sites' pages, unless it was started with their origin "
-                    "(--cors-allow-origin)"
-                )
-        return None
-
-    def _is_allowed(self, origin: bytes, hosts: Sequence[bytes]) -> bool:
-        is_own = any(origin == b"http://" + host.lower() for host in hosts)
-        return is_own or origin in self._allowed_origins or b"*" in self._allowed_origins
-
-
-@lru_cache(256)
-def _is_local(host: bytes) -> bool:
-    """Whether a Host header names this machine as only this machine can."""
-    text = host.decode("latin-1").lower()
-    try:
-        parts = urlsplit(f"//{text}")
-        return parts.netloc == text and "@" not in text and is_loopback(parts.hostname or "")
-    except ValueError:
-        return False
-
-
-# Metrics
-
-_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_COUNTS = ("total_rollouts", "total_attempts", "total_spans", "total_resources", "total_workers")
-_RECORDS = b"rollout_store_records"
-METRICS_PATH = "/metrics"
-MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable by which prometheus-client adds up the worker processes of one server."""
-
-
-class Metrics:
-    """The metrics of one application."""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "rollout_store_requests", "Requests answered", ["operation", "status"], registry=self._registry
-        )
-        self._seconds = Histogram(
-            "rollout_store_request_seconds",
-            "Seconds from a request's header to its reply's end",
-            ["operation"],
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
-        self._held = Gauge(
-            _RECORDS.decode(),
-            "Records in the store",
-            ["kind"],
-            registry=self._registry,
-            multiprocess_mode="mostrecent",
-        )
-
-    async def watch(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, and count it."""
-        started = time.perf_counter()
-        status = 500
-
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await app(scope, receive, note_status)
-        finally:
-            # Labels are names of operations, never paths: ids would make a time series each.
-            route = scope.get("route")
-            operation = route.name if route is not None else "unknown"
-            self._requests.labels(operation, status).inc()
-            self._seconds.labels(operation).observe(time.perf_counter() - started)
-
-    async def show(self, store: LightningStore) -> Response:
-        """The metrics page; without the numbers of records while the store cannot be asked."""
-        counts: Mapping[str, Any] = {}
-        with contextlib.suppress(Recoverable, Fatal):
-            counts = await store.statistics()
-        for name, value in counts.items():
-            if name in _COUNTS and isinstance(value, int):
-                self._held.labels(name.removeprefix("total_")).set(value)
-        registry = self._registry
-        if os.environ.get(MULTIPROCESS_FOLDER):
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-        page = generate_latest(registry)
-        if not counts:  # older ones, possibly of another worker
-            page = b"".join(line for line in page.splitlines(keepends=True) if _RECORDS not in line)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,2 @@
+"""What an object store keeps, and what it gives up: leases of runs, garbage collection, pruning, housekeeping, and what
+uses how much."""
