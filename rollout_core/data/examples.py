@@ -16,7 +16,7 @@ from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
 from rollout_core.data.text import Ask, Encoding, ended, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, Tally
 from rollout_core.data.turns import Ends, Turn, common_length, omission, shows_tools, written_after
-from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
+from rollout_core.models.bounded.tokenizing import Chat, marked_tokens, template_text
 from rollout_core.models.messages import ChatMessage
 
 if TYPE_CHECKING:
@@ -286,7 +286,8 @@ class _Conversation:
 
     def _has_marks(self) -> bool:
         assistants = [message.role == "assistant" for message in self.messages]
-        return list(self.trained) == assistants and bool(_GENERATION_MARK.search(str(self.tokenizer.chat_template)))
+        template = template_text(self.tokenizer, bool(self.tools))
+        return list(self.trained) == assistants and bool(_GENERATION_MARK.search(template))
 
     def _each(self, numbers: Sequence[int], edges: Sequence[tuple[str, str]]) -> list[Turn]:
         """Each trained turn behind its own prompt, ended in any case."""

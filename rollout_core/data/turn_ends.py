@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.turns import Ends
-from rollout_core.models.bounded.tokenizing import Chat, render
+from rollout_core.models.bounded.tokenizing import Chat, render, template_text
 from rollout_core.models.facts import end_ids
 
 _QUESTION, _ANSWER = "Hello.", "Good morning."
@@ -36,7 +36,7 @@ def _end(tokenizer: Any) -> str | None:
     """The token; an empty text where there is none, None without a template that writes conversations."""
     if not tokenizer.chat_template:
         return None
-    template = tokenizer.get_chat_template()
+    template = template_text(tokenizer)
     found = _known.get(tokenizer)
     if found is None or found[0] != template:
         found = _known[tokenizer] = (template, _rendered_end(tokenizer))

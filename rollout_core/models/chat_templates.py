@@ -1,15 +1,16 @@
 """A chat template of the user's choice for a model, and values for the variables that it reads.
 
 Both become part of the model: its folder gets a ``chat_template.jinja`` that begins with the values, each for where
-nobody gives another. So the model has an id of its own, whatever reads the folder writes conversations alike (training,
-every engine, a server, vLLM with an exported folder), and none of them needs a setting.
+nobody gives another. (A model of several named templates gets the values in each, in its tokenizer_config.json.) So the
+model has an id of its own, whatever reads the folder writes conversations alike (training, every engine, a server, vLLM
+with an exported folder), and none of them needs a setting.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,46 +33,57 @@ TEMPLATE_SOURCES = (TEMPLATE_FILE, "tokenizer_config.json")
 WRITE_STAGE = "write_chat_template"
 TEMPLATED_REFS = "templated-models/"
 _MOST_BYTES = 2**20
+_DEFAULT = "default"
 
 
-def own_template(folder: Path) -> str | None:
-    """The chat template of a model folder; of several the default one."""
-    file, settings = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
-    if file.is_file():
-        return _read(file, str(file))
-    found = read_object(settings).get("chat_template") if settings.is_file() else None
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default")
-    return found if isinstance(found, str) and found else None
+def template_files(source: ModelSource, base: Path, folder: Path) -> dict[str, bytes]:
+    """The files that give a model ``source``'s template and values, in place of its `REPLACED_FILES`. ``folder`` has
+    its `TEMPLATE_SOURCES`. A relative path starts at ``base``.
 
+    A model may have several templates by name, such as ``tool_use`` for conversations with tools. Values go to each of
+    them; a template of the user's choice takes the place of all.
 
-def chosen_template(source: ModelSource, base: Path, own: Callable[[], str | None]) -> str:
-    """The text of ``chat_template.jinja`` of a model that ``source`` gives a template or values; ``own`` is the
-    model's. A relative path starts at ``base``. Raises ConfigError where it is no template, or reads none of the
-    values."""
-    where, text = _chosen(source, base, own)
-    read = look_into(text, where)
+    Raises ConfigError where what is chosen is no template, or reads none of the values.
+    """
+    where, named = _chosen(source, base, folder)
+    read = {name for text in named.values() for name in look_into(text, where)}
     given = source.chat_template_kwargs
     for name in given:
         if name not in read:
             raise ConfigError(f"chat_template_kwargs: {where} never reads {name!r}; {near(name, read)}")
-    return prelude(given) + text
+    written = {name: prelude(given) + text for name, text in named.items()}
+    if written.keys() == {_DEFAULT}:
+        return {TEMPLATE_FILE: written[_DEFAULT].encode()}
+    settings = dict(read_object(folder / "tokenizer_config.json"))
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in written.items()]
+    return {"tokenizer_config.json": (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
-def _chosen(source: ModelSource, base: Path, own: Callable[[], str | None]) -> tuple[str, str]:
-    """What the template is called in messages, and its text."""
+def own_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a model folder by their names; most have one, ``default``."""
+    file, settings = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
+    if file.is_file():
+        return {_DEFAULT: _read(file, str(file))}
+    found = read_object(settings).get("chat_template") if settings.is_file() else None
+    if not isinstance(found, list):
+        found = [{"name": _DEFAULT, "template": found}]
+    entries = [(entry.get("name"), entry.get("template")) for entry in found if isinstance(entry, Mapping)]
+    return {name: text for name, text in entries if isinstance(name, str) and isinstance(text, str) and text}
+
+
+def _chosen(source: ModelSource, base: Path, folder: Path) -> tuple[str, Mapping[str, str]]:
+    """What the template is called in messages, and its text; the texts by name, where the model has several."""
     given = source.chat_template
     if given is None:
-        found = own()
-        if found is None:
+        found = own_templates(folder)
+        if not found:
             raise ConfigError(
                 "chat_template_kwargs: the model has no chat template that could read them; give one as chat_template"
             )
         return "the model's chat template", found
     if is_template_text(given):
-        return "chat_template", given
-    return f"chat_template {given}", _read(base / given, f"chat_template {given}")
+        return "chat_template", {_DEFAULT: given}
+    return f"chat_template {given}", {_DEFAULT: _read(base / given, f"chat_template {given}")}
 
 
 def _read(file: Path, where: str) -> str:
@@ -130,24 +142,20 @@ def with_template(model: ContentId, source: ModelSource, objects: ObjectStore, b
     """File the stored model ``model`` with the template and values that ``source`` gives it; its content id.
     Weights are not read, nor stored again."""
     files = {file.path: file for file in objects.manifest(model).files}
-    text = chosen_template(source, base, lambda: _stored_template(files, objects))
-    data = text.encode()
-    blob = objects.put_bytes(data)
+    with scratch_folder("template") as scratch:
+        sources = tuple(files[name] for name in TEMPLATE_SOURCES if name in files)
+        objects.get_files(TreeManifest(files=sources), scratch)
+        written = template_files(source, base, scratch)
     kept = {name: file for name, file in files.items() if name not in REPLACED_FILES}
-    kept[TEMPLATE_FILE] = TreeFile(path=TEMPLATE_FILE, size=len(data), content_id=blob)
+    for name, data in written.items():
+        kept[name] = TreeFile(path=name, size=len(data), content_id=objects.put_bytes(data))
     filed = objects.put_json(TreeManifest(files=tuple(file for _, file in sorted(kept.items()))))
     if filed != model:
         objects.set_ref(f"{TEMPLATED_REFS}{filed}", filed)  # for garbage collection, until the run names it
+        [blob] = [kept[name].content_id for name in written]
         made_of = {"model": model, "chat_template": blob, "values": dict(source.chat_template_kwargs)}
         record_derivation(objects, WRITE_STAGE, made_of, (filed,))
     return filed
-
-
-def _stored_template(files: Mapping[str, TreeFile], objects: ObjectStore) -> str | None:
-    wanted = tuple(files[name] for name in TEMPLATE_SOURCES if name in files)
-    with scratch_folder("template") as scratch:
-        objects.get_files(TreeManifest(files=wanted), scratch)
-        return own_template(scratch)
 
 
 def template_in_words(source: ModelSource) -> str | None:

@@ -31,9 +31,7 @@ from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import check_adapter_fit, inspect_bounded
 from rollout_core.models.chat_templates import (
     REPLACED_FILES,
-    TEMPLATE_FILE,
-    chosen_template,
-    own_template,
+    template_files,
     with_template,
 )
 from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
@@ -357,10 +355,12 @@ def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> It
         if not source.changes_template:
             yield found
             return
-        text = chosen_template(source, base, lambda: own_template(found.folder))
+        written = template_files(source, base, found.folder)
         files = model_files(found.folder, found.folder)
-        with linked_files({name: file for name, file in files.items() if name not in REPLACED_FILES}) as folder:
-            (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8", newline="")
+        replaced = {*REPLACED_FILES, *written}
+        with linked_files({name: file for name, file in files.items() if name not in replaced}) as folder:
+            for name, data in written.items():
+                (folder / name).write_bytes(data)
             yield Description(folder, found.has_weights, found.file)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rollout_core.config import ModelSource
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts
 from rollout_core.models.bounded.tokenizing import look_into
-from rollout_core.models.chat_templates import own_template, prelude, written_in_words
+from rollout_core.models.chat_templates import own_templates, prelude, written_in_words
 from rollout_core.models.locating import describe, import_model
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
@@ -120,17 +121,71 @@ def test_a_plan_reads_the_template_that_the_run_will_have(tiny_model: Path, obje
     [stored] = [file for file in objects.manifest(model).files if file.path == "chat_template.jinja"]
     for described in (source, ModelSource(uri=model)):
         with describe(described, tmp_path, objects) as found:
-            text = own_template(found.folder)
+            [text] = own_templates(found.folder).values()
             facts = found.inspect()
-        assert text is not None and objects.get_bytes(stored.content_id) == text.encode()
+        assert objects.get_bytes(stored.content_id) == text.encode()
         assert facts.has_chat_template and facts.tokenizer.chat_template == text
 
 
-def test_the_default_one_of_several_templates_in_a_tokenizers_settings_gets_the_values(tmp_path: Path):
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+WITH_TOOLS = "{{ '[' }}{% for t in tools %}{{ t.function.name }}{% endfor %}{{ ']' }}" + SWITCH
+
+
+def with_templates(model: Path, folder: Path, **templates: str) -> Path:
+    """A copy of a model whose tokenizer has several templates by name, as Command R's and Hermes 2 Pro's have."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def prompt_texts(folder: Path) -> list[str]:
+    """Of conversations without tools, with them, and without."""
+    tokenizer = load_tokenizer(folder)
+    rows = [{"messages": TALK[:1]}, {"messages": TALK[:1], "tools": [TOOL]}, {"messages": TALK[:1]}]
+    return [tokenizer.decode(ids) for ids in tokenize_prompts(tokenizer, list(map(PromptRow.model_validate, rows)))]
+
+
+def test_each_of_several_templates_gets_the_values_and_conversations_with_tools_have_theirs(
+    tiny_model: Path, objects: ObjectStore, tmp_path: Path
+):
+    several = with_templates(tiny_model, tmp_path / "several", default=SWITCH, tool_use=WITH_TOOLS, rag="")
+    assert own_templates(several) == {"default": SWITCH, "tool_use": WITH_TOOLS}
+    plain, tools = "<user>hi<assistant>", "[add]<user>hi<assistant>"
+    assert prompt_texts(several) == [plain, tools, plain]
+    tokenizer = load_tokenizer(several)
+    as_transformers_does = {"tokenize": False, "add_generation_prompt": True}
+    assert tokenizer.apply_chat_template(TALK[:1], **as_transformers_does) == plain
+    assert tokenizer.apply_chat_template(TALK[:1], tools=[TOOL], **as_transformers_does) == tools
+    source = ModelSource(uri=str(several), chat_template_kwargs={"enable_thinking": False})
+    quiet = import_model(source, objects, tmp_path)
+    objects.get_tree(quiet, tmp_path / "quiet")
+    thought = "<think></think>"
+    assert prompt_texts(tmp_path / "quiet") == [plain + thought, tools + thought, plain + thought]
+    with describe(
+        ModelSource(uri=str(several), chat_template_kwargs={"enable_thinking": False}), tmp_path, None
+    ) as found:
+        assert prompt_texts(found.folder) == prompt_texts(tmp_path / "quiet")
+    # A template of one's own is the only one.
+    chosen = import_model(ModelSource(uri=quiet, chat_template=SWITCH), objects, tmp_path)
+    objects.get_tree(chosen, tmp_path / "chosen")
+    assert prompt_texts(tmp_path / "chosen") == [plain] * 3
+
+
+def test_several_templates_without_a_default_one_are_named(tiny_model: Path, tmp_path: Path):
+    folder = with_templates(tiny_model, tmp_path / "named", rag=SWITCH, tool_use=WITH_TOOLS)
+    with pytest.raises(ConfigError, match=r"by name \(rag, tool_use\) and none is 'default'; give one"):
+        prompt_texts(folder)
+
+
+def test_templates_of_a_folder_by_name(tmp_path: Path):
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    for entry, expected in ((several, "plain"), ("one", "one"), ("", None), (None, None)):
+    by_name = {"tool_use": "tools", "default": "plain"}
+    for entry, expected in ((several, by_name), ("one", {"default": "one"}), ("", {}), (None, {})):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
-        assert own_template(tmp_path) == expected
+        assert own_templates(tmp_path) == expected
 
 
 @pytest.mark.parametrize("name", ["messages", "bos_token", "a-b", "", "none", "größe"])

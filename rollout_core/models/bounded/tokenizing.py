@@ -93,8 +93,13 @@ def how_prompts_vary(template: str) -> str | None:
 def render(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
     """Each conversation as the tokenizer's chat template writes it. Raises ConfigError where that takes too much time
     or memory for too many."""
+    with_tools = [bool(chat.tools) for chat in chats]
+    if len({*with_tools}) == 2 and template_text(tokenizer, True) != template_text(tokenizer):
+        of_kind = {kind: [chat for chat in chats if bool(chat.tools) == kind] for kind in (False, True)}
+        texts = {kind: iter(render(tokenizer, some)) for kind, some in of_kind.items()}
+        return [next(texts[kind]) for kind in with_tools]
     known = _known.setdefault(tokenizer, _Known())
-    shared = _template_of(tokenizer) | {"operation": "render"}
+    shared = _template_of(tokenizer, any(with_tools)) | {"operation": "render"}
 
     def ask(some: Sequence[Chat]) -> list[str | Problem]:
         request = shared | {"chats": [[chat.plain(), chat.generation_prompt, list(chat.tools)] for chat in some]}
@@ -108,6 +113,17 @@ def render(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
         return sum(map(characters, chat.plain())) + sum(map(characters, chat.tools))
 
     return _in_requests(chats, size, ask, known, "the chat template")
+
+
+def template_text(tokenizer: Any, has_tools: bool = False) -> str:
+    """The chat template of a tokenizer that has one; of several, the one for these conversations."""
+    try:
+        return tokenizer.get_chat_template(tools=[] if has_tools else None)
+    except ValueError as error:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise ConfigError(
+            f"the tokenizer has chat templates by name ({names}) and none is 'default'; give one as chat_template"
+        ) from error
 
 
 def look_into(template: str, where: str) -> frozenset[str]:
@@ -145,13 +161,14 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> lis
 
 def marked_tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and which of them its template marks as the assistant's."""
-    request = _template_of(tokenizer) | {"operation": "mark", "messages": chat.plain(), "tools": list(chat.tools)}
+    request = {"operation": "mark", "messages": chat.plain(), "tools": list(chat.tools)}
+    request |= _template_of(tokenizer, bool(chat.tools))
     ids, marked = _ask_about(tokenizer, request)
     return ids, marked
 
 
-def _template_of(tokenizer: Any) -> dict[str, Any]:
-    template = tokenizer.get_chat_template()
+def _template_of(tokenizer: Any, has_tools: bool) -> dict[str, Any]:
+    template = template_text(tokenizer, has_tools)
     variables = {
         name: value if isinstance(value, list) else str(value) for name, value in tokenizer.special_tokens_map.items()
     }
