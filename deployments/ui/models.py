@@ -18,17 +18,16 @@ from deployments.ui.door import base_of
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import Imported, imports_behind
-from rollout_core.objects.lineage import Lineage, trace_descendants, trace_lineage
-from rollout_core.objects.lineage_graph import LineageGraph, as_svg, lineage_graph
+from rollout_core.objects.imports import imports_behind
+from rollout_core.objects.lineage import trace_descendants, trace_lineage
+from rollout_core.objects.lineage_graph import LineageGraph, as_mermaid, as_svg, lineage_graph
 from rollout_core.objects.trees import TreeManifest
 from rollout_core.promotion.history import Entry, history_of, resources_with_history, served_model
 
 LAST_ENTRIES = 200
 """Of a history that are looked at."""
 MOST_DRAWN = 150
-"""Stages of a lineage that are drawn; of more there is the table. The time grows by more than their square, and it is
-that of the process that serves the store."""
+"""Stages of a lineage that are drawn; of more there is the table. The time grows by more than their square."""
 KEPT_DRAWINGS = 64
 """Of some 100 KiB each."""
 
@@ -80,6 +79,8 @@ class ModelPages:
         imports = imports_behind(objects, result, found)
         if down:
             imports = [item for item in imports if item.outputs == (result,)]
+        graph = lineage_graph(found, imports) if (found or imports) and len(found) <= MOST_DRAWN else None
+        drawing, no_drawing = _drawing(graph, result, base_of(request.scope)) if graph is not None else (None, None)
         manifest, size = _manifest(objects, result), _size(objects, result)
         if not found and not imports and size is None:
             raise NotFound(f"{objects.url} has no object {text[:12]}, and no stage recorded that it made or used it")
@@ -95,7 +96,9 @@ class ModelPages:
             down=down,
             found=found,
             imports=imports,
-            drawing=_drawing(request, result, found, imports),
+            drawing=drawing,
+            no_drawing=no_drawing,
+            flow_chart=None if graph is None or drawing else as_mermaid(graph),
             manifest=manifest,
             is_whole=manifest is not None and objects.tree_is_present(result),
             bytes=manifest.size_bytes if manifest is not None else size,
@@ -103,17 +106,17 @@ class ModelPages:
         )
 
 
-def _drawing(
-    request: Request, result: ContentId, found: Sequence[Lineage], imports: Sequence[Imported]
-) -> Markup | None:
-    if not (found or imports) or len(found) > MOST_DRAWN:
-        return None
-    return _drawn(lineage_graph(found, imports), result, base_of(request.scope))
+def _drawing(graph: LineageGraph, result: ContentId, base: str) -> tuple[Markup | None, str | None]:
+    """The image, or why there is none, such as on a machine without `dot`."""
+    try:
+        return _drawn(graph, result, base), None
+    except RolloutError as error:
+        return None, str(error)
 
 
 @lru_cache(KEPT_DRAWINGS)
 def _drawn(graph: LineageGraph, result: ContentId, base: str) -> Markup:
-    # It escapes what comes from records.
+    # `as_svg` escapes what comes from records.
     return Markup(as_svg(graph, asked=result, link=lambda one: f"{base}/models/{one}", styled=False))
 
 

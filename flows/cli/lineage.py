@@ -43,7 +43,7 @@ def lineage(
         typer.Option(
             "--format",
             help="text: for a terminal; json: whole records; mermaid: a flow chart, as Markdown shows it; svg: an "
-            "image, for a file or a page; openlineage: events of that standard, one a line, for catalogues (an extra).",
+            "image, by graphviz's dot; openlineage: events of that standard, one a line, for catalogues (an extra).",
         ),
     ] = "text",
     samples: Annotated[

@@ -1,42 +1,45 @@
-"""Lineage of stages and inputs as text, as a flow chart in Mermaid's language, and drawn as an SVG image."""
+"""Lineage of stages and inputs as text, as a flow chart in Mermaid's language, and as an image by graphviz."""
 
 from __future__ import annotations
 
 import html
+import re
+import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from xml.etree import ElementTree
 
+from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.ids import ContentId, canonical_json, named_ids
 from rollout_core.base.processes import size_text
 from rollout_core.objects.imports import Imported
-from rollout_core.objects.layered import lay_out, layers_of
 from rollout_core.objects.lineage import Lineage, by_output, maker_for
 
-NEAR_LAYERS = 4
-"""An input that is used further away than so many layers is drawn again there."""
+NEAR_STAGES = 8
+"""An input that is used further on than so many stages is drawn again there."""
 MAX_TEXT = 44
 SHOWN_IDS = 4
 """In a text, of one input that is made of many."""
-LETTER, MARGIN, BOX_HEIGHT, LAYER_HEIGHT, CORNER = 7.3, 16.0, 44.0, 86.0, 6.0
+DRAWING_SECONDS = 60
+"""The longest that `dot` may take. A lineage of 150 stages takes it two seconds."""
+OF_DOT = re.compile(r"<title>[^<]*</title>\n|<!--.*?-->\n")
+NEEDS_DOT = "graphviz's dot draws the image, and this machine has no dot: install graphviz (apt-get install graphviz)"
 STYLE = """
-.lineage { font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; color-scheme: light dark; }
-.lineage rect { fill: #f5f7fa; stroke: #8a97a8; }
-.lineage .input rect { fill: #e8f1fb; stroke: #5b8fc7; }
-.lineage .asked rect { stroke: #11683a; stroke-width: 2.5; }
-.lineage text { fill: #1c2430; text-anchor: middle; }
-.lineage .title { font-weight: 600; }
-.lineage .ids { fill: #566172; }
-.lineage path.arrow { fill: none; stroke: #8a97a8; stroke-width: 1.3; }
-.lineage marker path { fill: #8a97a8; }
+.lineage { color-scheme: light dark; }
+.lineage text { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1c2430; }
+.lineage .node path { fill: #f5f7fa; stroke: #8a97a8; }
+.lineage .input path { fill: #e8f1fb; stroke: #5b8fc7; }
+.lineage .asked path { stroke: #11683a; stroke-width: 2.5; }
+.lineage .node text:first-of-type { font-weight: 600; }
+.lineage .node text + text { fill: #566172; }
+.lineage .edge path { stroke: #8a97a8; }
+.lineage .edge polygon { fill: #8a97a8; stroke: #8a97a8; }
 @media (prefers-color-scheme: dark) {
-  .lineage rect { fill: #1d232c; stroke: #7d8a9b; }
-  .lineage .input rect { fill: #172739; stroke: #5b9be6; }
-  .lineage .asked rect { stroke: #6fcf97; }
   .lineage text { fill: #e4e9f0; }
-  .lineage .ids { fill: #a3afbf; }
+  .lineage .node path { fill: #1d232c; stroke: #7d8a9b; }
+  .lineage .input path { fill: #172739; stroke: #5b9be6; }
+  .lineage .asked path { stroke: #6fcf97; }
+  .lineage .node text + text { fill: #a3afbf; }
 }
 """
 
@@ -171,6 +174,33 @@ def _escaped(text: str) -> str:
     return html.escape(text).replace("&", "#")
 
 
+def as_dot(
+    graph: LineageGraph, *, asked: ContentId | None = None, link: Callable[[ContentId], str | None] | None = None
+) -> str:
+    """The graph in graphviz's language: inputs above, the last results below. Whole ids are in each box's tooltip."""
+    graph = _near_inputs(graph)
+    lines = [
+        "digraph lineage {",
+        '    graph [bgcolor="transparent", ranksep=0.4, nodesep=0.25]',
+        # CSS chooses the font. Courier is as wide as it, and `dot` knows its widths without its file.
+        '    node [shape=box, style="rounded", fontname="Courier", fontsize=12, height=0.55, margin="0.11,0.06"]',
+        "    edge [arrowsize=0.6]",
+    ]
+    for node in graph.nodes:
+        kinds = ["input"] * node.is_input + ["asked"] * (asked in node.ids)
+        full = [node.title, *([node.source] if node.source else []), *node.ids]
+        attributes = {"label": _texts(node), "tooltip": full, "class": [" ".join(kinds)]}
+        address = link(node.ids[-1]) if link is not None and node.ids else None
+        attributes |= {"href": [address]} if address is not None else {}
+        listed = ", ".join(f"{name}={_quoted(values)}" for name, values in attributes.items())
+        lines.append(f'    "{node.name}" [{listed}]')
+    for start, end in graph.edges:
+        # Stages below each other, with their inputs aside.
+        weight = 8 if start.startswith("s") else 1
+        lines.append(f'    "{start}" -> "{end}" [weight={weight}]')
+    return "\n".join([*lines, "}"])
+
+
 def as_svg(
     graph: LineageGraph,
     *,
@@ -178,45 +208,36 @@ def as_svg(
     link: Callable[[ContentId], str | None] | None = None,
     styled: bool = True,
 ) -> str:
-    """An image that needs nothing else, for a page or a file: first inputs above, the last results below.
+    """An image that needs nothing else, for a page or a file, drawn by graphviz's `dot`.
 
-    Whole ids are in each box's tooltip. ``asked`` marks the box that made an id, or is it; ``link`` gives the address
-    that a box leads to, by its last id. Colours follow the reader's choice of light or dark. Without ``styled`` it is
-    for a page that has `STYLE` among its style sheets.
+    ``asked`` marks the box that made an id, or is it; ``link`` gives the address that a box leads to, by its last id.
+    Colours follow the reader's choice of light or dark. Without ``styled`` it is for a page that has `STYLE` among its
+    style sheets. Raises ConfigError where there is no `dot`.
     """
-    graph = _near_inputs(graph)
-    texts = {node.name: _texts(node) for node in graph.nodes}
-    widths = {name: LETTER * max(map(len, lines)) + MARGIN for name, lines in texts.items()}
-    layout = lay_out(widths, graph.edges)
-    height = LAYER_HEIGHT * max(layout.layers.values(), default=0) + BOX_HEIGHT + 2 * MARGIN
-    width = layout.width + 2 * MARGIN
-    size = {"width": _number(width), "height": _number(height), "viewBox": f"0 0 {_number(width)} {_number(height)}"}
+    source = as_dot(graph, asked=asked, link=link)
+    try:
+        done = subprocess.run(["dot", "-Tsvg"], input=source, capture_output=True, text=True, timeout=DRAWING_SECONDS)
+    except FileNotFoundError:
+        raise ConfigError(NEEDS_DOT) from None
+    except subprocess.TimeoutExpired:
+        raise RolloutError(
+            f"dot drew for more than {DRAWING_SECONDS} s: {len(graph.nodes)} boxes are too many"
+        ) from None
+    if done.returncode:
+        raise RolloutError(f"dot ended with {done.returncode}: {' '.join(done.stderr.split())[:400]}")
     # What is an image to screen readers has nothing within that can be chosen.
-    label = {"role": "img" if link is None else "group", "aria-label": f"Lineage: {len(graph.nodes)} stages and inputs"}
-    svg = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "lineage", **size, **label})
-    if styled:
-        ElementTree.SubElement(svg, "style").text = STYLE
-    marker = {"id": "lineage-arrow", "viewBox": "0 0 8 8", "refX": "7", "refY": "4", "orient": "auto"}
-    head = ElementTree.SubElement(
-        ElementTree.SubElement(svg, "defs"), "marker", {**marker, "markerWidth": "8", "markerHeight": "8"}
-    )
-    ElementTree.SubElement(head, "path", {"d": "M0 0L8 4L0 8z"})
-    tops = {name: MARGIN + LAYER_HEIGHT * layer for name, layer in layout.layers.items()}
-    for (start, end), way in layout.ways.items():
-        line = _line([MARGIN + x for x in way], tops[start] + BOX_HEIGHT, tops[end])
-        ElementTree.SubElement(svg, "path", {"class": "arrow", "d": line, "marker-end": "url(#lineage-arrow)"})
-    for node in graph.nodes:
-        place = (MARGIN + layout.centres[node.name], tops[node.name])
-        address = link(node.ids[-1]) if link is not None and node.ids else None
-        into = svg if address is None else ElementTree.SubElement(svg, "a", {"href": address})
-        _draw(into, node, texts[node.name], place, widths[node.name], asked in node.ids)
-    return ElementTree.tostring(svg, encoding="unicode")
+    role = "img" if link is None else "group"
+    label = f"Lineage: {len(graph.nodes)} stages and inputs"
+    # Names that only `dot` needs would be tooltips, and points are larger on a page than its text.
+    opening, _, drawing = OF_DOT.sub("", done.stdout[done.stdout.index("<svg") :]).partition(">")
+    opening = opening.replace("<svg", f'<svg class="lineage" role="{role}" aria-label="{label}"', 1).replace('pt"', '"')
+    return f"{opening}>{f'<style>{STYLE}</style>' if styled else ''}{drawing}"
 
 
 def _near_inputs(graph: LineageGraph) -> LineageGraph:
     """``graph`` with inputs next to what takes them: one that many stages far from each other take is there more than
     once, so that no arrow runs along all of the image."""
-    layers = layers_of((node.name for node in graph.nodes), graph.edges)
+    places = {node.name: place for place, node in enumerate(graph.nodes)}
     users: dict[str, list[str]] = defaultdict(list)
     for start, end in graph.edges:
         users[start].append(end)
@@ -227,19 +248,19 @@ def _near_inputs(graph: LineageGraph) -> LineageGraph:
             nodes.append(node)
             continue
         first = None
-        for user in sorted(users[node.name], key=layers.__getitem__):
-            if first is None or layers[user] > layers[first] + NEAR_LAYERS:
+        for user in sorted(users[node.name], key=places.__getitem__):
+            if first is None or places[user] > places[first] + NEAR_STAGES:
                 first = user
                 nodes.append(Node(f"{node.name}-{first}", node.title, node.ids, node.source))
             edges.append((nodes[-1].name, user))
     return LineageGraph(tuple(nodes), tuple(edges))
 
 
-def _texts(node: Node) -> tuple[str, str]:
+def _texts(node: Node) -> list[str]:
     if node.is_input:
-        return _cut(f"{node.title} {node.ids[0].short}"), _cut(node.source or "")
+        return [_cut(f"{node.title} {node.ids[0].short}"), *([_cut(node.source)] if node.source else [])]
     more = f" +{len(node.ids) - 2}" if len(node.ids) > 2 else ""
-    return _cut(node.title), " ".join(output.short for output in node.ids[:2]) + more
+    return [_cut(node.title), " ".join(output.short for output in node.ids[:2]) + more]
 
 
 def _cut(text: str) -> str:
@@ -247,40 +268,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"…{text[1 - MAX_TEXT :]}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def _line(way: Sequence[float], top: float, bottom: float) -> str:
-    """A smooth line from under a box to above another, straight down past the boxes of layers between."""
-    step = BOX_HEIGHT if bottom > top else 0.0
-    parts, y = [f"M{_number(way[0])} {_number(top)}"], top
-    for number, (x, next_x) in enumerate(pairwise(way), 1):
-        is_last = number == len(way) - 1
-        target = bottom if is_last else y + LAYER_HEIGHT - BOX_HEIGHT
-        middle = (y + target) / 2
-        parts.append(
-            f"C{_number(x)} {_number(middle)} {_number(next_x)} {_number(middle)} {_number(next_x)} {_number(target)}"
-        )
-        y = target
-        if not is_last:
-            y += step
-            parts.append(f"V{_number(y)}")
-    return "".join(parts)
-
-
-def _draw(
-    into: ElementTree.Element, node: Node, lines: Sequence[str], place: tuple[float, float], width: float, asked: bool
-) -> None:
-    kinds = ["node", *(["input"] if node.is_input else []), *(["asked"] if asked else [])]
-    group = ElementTree.SubElement(into, "g", {"class": " ".join(kinds)})
-    full = [node.title, *([node.source] if node.source else []), *node.ids]
-    ElementTree.SubElement(group, "title").text = "\n".join(full)
-    x, y = place
-    box: Mapping[str, float] = {"x": x - width / 2, "y": y, "width": width, "height": BOX_HEIGHT}
-    corner = BOX_HEIGHT / 2 if node.is_input else CORNER
-    ElementTree.SubElement(group, "rect", {name: _number(value) for name, value in {**box, "rx": corner}.items()})
-    heights = [y + 18, y + 34] if lines[1] else [y + 26]
-    for kind, line, at in zip(("title", "ids"), lines, heights, strict=False):
-        attributes = {"class": kind, "x": _number(x), "y": _number(at)}
-        ElementTree.SubElement(group, "text", attributes).text = line
+def _quoted(lines: Sequence[str]) -> str:
+    """A string of graphviz's, which reads HTML's names of characters. A backslash has a meaning there that depends on
+    the attribute, so it is shown as ``?``."""
+    shown = ("".join(letter if letter.isprintable() and letter != "\\" else "?" for letter in line) for line in lines)
+    return '"' + "\\n".join(map(html.escape, shown)) + '"'

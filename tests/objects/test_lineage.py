@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,7 +25,6 @@ from rollout_core.objects.imports import (
     source_of_files,
     sources_of,
 )
-from rollout_core.objects.layered import lay_out, layers_of
 from rollout_core.objects.lineage import (
     Lineage,
     in_order,
@@ -41,6 +39,7 @@ from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, line
 from rollout_core.objects.openlineage import events
 from rollout_core.objects.retention.garbage import Scope, collect_garbage
 from rollout_core.objects.verification import verify_store
+from tests.support.machine import DOT, require
 
 PROMPTS, SAMPLES, SCORES, MODEL, MODEL_AFTER = (hash_bytes(bytes([n])) for n in range(5))
 
@@ -314,8 +313,10 @@ def test_a_text_names_where_everything_came_from(objects: ObjectStore) -> None:
 
 
 def test_an_image_shows_every_stage_once_and_inputs_near_what_takes_them() -> None:
+    require(DOT)
     ids = [hash_bytes(f"{number}".encode()) for number in range(40)]
-    found = [made("update", {"model": ids[n - 1], "base": MODEL, "label": f"<{n}>"}, ids[n]) for n in range(1, 40)]
+    names = [f'<{number}> &amp; "\\N" \x1b' for number in range(40)]
+    found = [made("update", {"model": ids[n - 1], "base": MODEL, "label": names[n]}, ids[n]) for n in range(1, 40)]
     address = "https://example.org/a?b=<1>&c=" + "x" * 60
     source = Source(kind="data", address=address, size_bytes=1, num_files=1)
     image = as_svg(
@@ -324,25 +325,25 @@ def test_an_image_shows_every_stage_once_and_inputs_near_what_takes_them() -> No
         link=lambda one: f"/m/{one}",
     )
     root = ElementTree.fromstring(image)
-    space = "{http://www.w3.org/2000/svg}"
-    titles = [group.findtext(f"{space}title", "").split("\n") for group in root.iter(f"{space}g")]
-    assert [title for title in titles if title[0] == "update <7>"] == [["update <7>", ids[7]]]
+    svg, xlink = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
+    links = list(root.iter(f"{svg}a"))
+    titles = [link.get(f"{xlink}title", "").split("\n") for link in links]
+    shown = 'update <7> &amp; "?N" ?'
+    assert [title for title in titles if title[0].startswith("update <7>")] == [[shown, ids[7]]]
     assert [title for title in titles if title[0] == "model"] == [["model", address, ids[0]]]
     assert 1 < sum(title[0] == "base" for title in titles) < 10
-    assert [link.get("href") for link in root.iter(f"{space}a")].count(f"/m/{ids[39]}") == 1
-    assert sum("asked" in group.get("class", "") for group in root.iter(f"{space}g")) == 1
-    boxes = [{name: float(rect.get(name, "")) for name in ("x", "y", "width")} for rect in root.iter(f"{space}rect")]
-    assert all(box["x"] >= 0 and box["x"] + box["width"] <= float(root.get("width", "")) for box in boxes)
-    assert not any(
-        one["y"] == other["y"] and one["x"] <= other["x"] < one["x"] + one["width"]
-        for one, other in permutations(boxes, 2)
-    )
+    assert [link.get(f"{xlink}href") for link in links].count(f"/m/{ids[39]}") == 1
+    groups = [group.get("class", "").split() for group in root.iter(f"{svg}g")]
+    assert sum("asked" in kinds for kinds in groups) == 1
+    assert sum("input" in kinds for kinds in groups) == sum(title[0] in ("base", "model") for title in titles)
+    texts = [text.text for text in root.iter(f"{svg}text")]
+    assert texts.count(shown) == 1 and f"…{address[-43:]}" in texts
 
 
-def test_layers_alone_are_those_of_a_layout() -> None:
-    edges = [(f"n{n}", f"n{n + step}") for n in range(60) for step in (1, 7, 30) if n + step < 60] + [("n9", "n3")]
-    names = {node: 10.0 for edge in edges for node in edge}
-    assert layers_of(names, edges) == lay_out(names, edges).layers
+def test_without_graphviz_an_image_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no dot: install graphviz \(apt-get install graphviz\)"):
+        as_svg(lineage_graph([made("update", {}, MODEL)]))
 
 
 def test_events_of_openlineage_are_what_its_library_takes() -> None:
@@ -372,21 +373,6 @@ def test_events_of_openlineage_are_what_its_library_takes() -> None:
         run, job = document["run"], document["job"]
         again = RunEvent(run=Run(run["runId"]), job=Job(job["namespace"], job["name"]), **kept)  # which it checks
         assert again.run.runId == run["runId"]
-
-
-def test_arrows_run_downwards_and_cross_only_where_they_must() -> None:
-    edges = [("a", "x"), ("b", "y"), ("c", "z"), ("a", "deep"), ("x", "deep"), ("z", "a2"), ("a2", "z")]
-    widths = dict.fromkeys(["c", "b", "a", "z", "x", "y", "deep", "a2"], 50.0)
-    found = lay_out(widths, edges)
-    assert found == lay_out(widths, edges)
-    down = [edge for edge in edges if edge != ("a2", "z")]  # one of a circle's arrows points upwards
-    assert all(found.layers[start] < found.layers[end] for start, end in down)
-    assert [len(found.ways[edge]) for edge in down] == [
-        found.layers[end] - found.layers[start] + 1 for start, end in down
-    ]
-    order = sorted("abc", key=lambda name: found.centres[name])
-    assert sorted("xyz", key=lambda name: found.centres[name]) == ["xyz"["abc".index(name)] for name in order]
-    assert lay_out({}, []).width == 0
 
 
 def test_a_record_that_is_lost_or_damaged_ends_the_trace(objects: ObjectStore) -> None:

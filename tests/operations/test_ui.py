@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from deployments.ui import models as models_pages
 from deployments.ui.app import Sources
 from deployments.ui.beside import PAGES as PAGES_BESIDE
 from deployments.ui.door import guarded
@@ -158,6 +159,16 @@ def client(filled: ObjectStore) -> TestClient:
 def application(objects: ObjectStore, api_key: str | None = None) -> Any:
     """Without a database, which needs a loop of its own."""
     return guarded(pages_of(Sources(objects, RunRecords(objects), None, lambda: None)), api_key)
+
+
+def test_without_graphviz_the_page_has_the_flow_chart_as_text(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    models_pages._drawn.cache_clear()
+    page = client.get(f"/models/{MODEL}").text
+    assert "No image: graphviz&#39;s dot draws the image" in page and "flowchart TD" in page
+    assert 'class="lineage"' not in page
 
 
 def test_a_sample_names_the_weights_that_drew_each_part_of_it(filled: ObjectStore, client: TestClient) -> None:

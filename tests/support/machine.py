@@ -50,13 +50,14 @@ POSTGRES = Tool(
 )
 CHROMIUM = Tool("Chromium", chromium, "pages of rollout ui in a browser", "apt-get install chromium")
 ZSH = Tool("zsh", lambda: shutil.which("zsh"), "completion in zsh", "apt-get install zsh")
+DOT = Tool("graphviz", lambda: shutil.which("dot"), "lineage as an image", "apt-get install graphviz")
 FISH = Tool("fish", lambda: shutil.which("fish"), "completion in fish", "apt-get install fish")
 SYSTEMD = Tool(
     "systemd-analyze", lambda: shutil.which("systemd-analyze"), "keys of the systemd units", "apt-get install systemd"
 )
 ROOT = Tool("root", _root, "a file system that is full", "run the tests as root")
 
-TOOLS = (POSTGRES, CHROMIUM, ZSH, FISH, SYSTEMD, ROOT)
+TOOLS = (POSTGRES, CHROMIUM, DOT, ZSH, FISH, SYSTEMD, ROOT)
 
 
 def require(tool: Tool) -> None:
