@@ -1,4 +1,4 @@
-"""The flow that has `rollout cloud doctor` look at what runs count on, such as every night before they begin."""
+"""The flow that has `rollout doctor cloud` check what runs count on, such as every night before they begin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place continues
-from deployments.cloud_doctor import Provider, examined, text
+from deployments.cloud_doctor import Provider, document, examined
+from deployments.probes import Level, checks_text
 from rollout_core.base.errors import Fatal
 from tasks.runtime.journal import stage_logger
 
@@ -19,12 +20,12 @@ def cloud_doctor(provider: Provider | None = None) -> dict[str, Any]:
 
     Fails where a check does, with what to do about it. Without ``provider`` it is that of the settings.
     """
-    report = examined(provider, None)
-    shown = text(report, coloured=False)
+    checks = examined(provider, None)
+    shown = checks_text(checks)
     for line in shown.splitlines():
         stage_logger().info("%s", line)
-    create_markdown_artifact(f"```\n{shown}\n```", key="cloud-doctor", description="rollout cloud doctor")
-    failed = [check for check in report.checks if check.status == "fail"]
+    create_markdown_artifact(f"```\n{shown}\n```", key="cloud-doctor", description="rollout doctor cloud")
+    failed = [check for check in checks if check.level is Level.FAIL]
     if failed:
-        raise Fatal("\n".join(f"{check.name}: {check.error}; {check.remedy}" for check in failed))
-    return report.model_dump(mode="json", exclude_none=True)
+        raise Fatal("\n".join(f"{check.name}: {check.got}; {check.advice}" for check in failed))
+    return document(checks)

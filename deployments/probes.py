@@ -1,4 +1,5 @@
-"""What runs need, looked at from here and for a short time: the Prefect server, object store, database, disks.
+"""What runs need, looked at from here and for a short time: the Prefect server, object store, database, disks; and how
+`rollout doctor` shows what it found.
 
 Nothing is started, created or changed. A part that hangs delays nothing but its own line, and whatever goes wrong is a
 line too, without anything secret.
@@ -15,10 +16,13 @@ import time
 import traceback
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -47,6 +51,37 @@ MOST_ROWS = 20
 """Of a table for people."""
 
 Found = TypeVar("Found")
+
+
+class Level(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    INFO = "info"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Check(BaseModel):
+    """One thing that was checked."""
+
+    section: str = ""
+    """Of `rollout doctor`."""
+    name: str
+    level: Level
+    got: str
+    expected: str
+    advice: str = ""
+    """What to do; empty where nothing is."""
+    latency_ms: int | None = None
+    """That it took, where something was tried."""
+
+
+def check(name: str, problem: Level | None, got: str, expected: str, advice: str = "") -> Check:
+    """A check that ended with ``problem``, for which there is advice; OK where that is None."""
+    return Check(
+        name=name, level=problem or Level.OK, got=got, expected=expected, advice=advice if problem is not None else ""
+    )
 
 
 class Server(BaseModel):
@@ -233,6 +268,21 @@ def free_bytes(path: Path) -> int:
 
 
 # For people
+
+
+def checks_text(checks: Sequence[Check]) -> str:
+    """A line for each check, and below it what to do; by section."""
+    rows = [[check.level, check.name, f"{check.got} (expected: {check.expected})"] for check in checks]
+    lines: list[str] = []
+    for section, found in groupby(zip(table(rows), checks, strict=True), key=lambda pair: pair[1].section):
+        lines += [section, *(line for pair in found for line in _with_advice(*pair)), ""]
+    counts = Counter(check.level for check in checks)
+    lines.append(", ".join(f"{counts[level]} {level}" for level in Level if counts[level]))
+    return "\n".join(printable(line) for line in lines)
+
+
+def _with_advice(line: str, check: Check) -> list[str]:
+    return [line, f"      -> {check.advice}"] if check.advice else [line]
 
 
 def span(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""`rollout ops status`: how scheduled runs fare, and what needs a person.
+"""`rollout doctor status`: how scheduled runs fare, and what needs a person.
 
 Times are those of the Prefect server, by its clock. Nothing is started or changed, so a monitor may call it every
 minute.
@@ -149,8 +149,6 @@ class Deployment(BaseModel):
 class Work(BaseModel):
     """What the Prefect server knows."""
 
-    version: str | None = None
-    trouble: str | None = None
     pools: list[Pool] = []
     deployments: list[Deployment] = []
     late: list[Run] = []
@@ -160,18 +158,13 @@ class Work(BaseModel):
     """Suspended until a person decides."""
 
 
-class Status(BaseModel):
-    """All that `rollout ops status` reports."""
+class Status(Work):
+    """All that `rollout doctor status` reports."""
 
     checked_at: datetime
     server: Server
     storage: Storage
     database: Database
-    pools: list[Pool] = []
-    deployments: list[Deployment] = []
-    late: list[Run] = []
-    failed: list[Run] = []
-    waiting: list[Run] = []
     problems: list[str] = []
     """What needs a person, a line each."""
 
@@ -181,21 +174,18 @@ def look(server: Server, *, debug: bool = False) -> Status:
     now = datetime.now(UTC) + timedelta(seconds=server.clock_offset_seconds or 0)
     storage = Look(look_at_storage, debug=debug)
     database = Look(look_at_database, debug=debug)
-    work = Work(trouble=server.trouble)
+    work = Work()
     if server.trouble is None:
-        work = Look(lambda: read_work(now), debug=debug).result(
-            lambda trouble: Work(trouble=f"the Prefect server at {server.address} {trouble}")
+        changes, work = Look(lambda: read_work(now), debug=debug).result(
+            lambda trouble: ({"trouble": f"the Prefect server at {server.address} {trouble}"}, Work())
         )
+        server = server.model_copy(update=changes)
     status = Status(
         checked_at=now,
-        server=server.model_copy(update={"version": work.version, "trouble": work.trouble}),
+        server=server,
         storage=storage.result(storage_in_trouble),
         database=database.result(database_in_trouble),
-        pools=work.pools,
-        deployments=work.deployments,
-        late=work.late,
-        failed=work.failed,
-        waiting=work.waiting,
+        **dict(work),
     )
     running = [str(run.id) for found in status.deployments for run in found.running]
     if running and status.storage.trouble is None:
@@ -212,8 +202,11 @@ def _with_silence(deployment: Deployment, silent: Mapping[str, float]) -> Deploy
 # What the server knows
 
 
-def read_work(now: datetime) -> Work:
-    """Raises RolloutError where the server of Prefect's settings does not answer as one does."""
+def read_work(now: datetime) -> tuple[dict[str, str], Work]:
+    """The server's version, as a change of `Server`, and what it knows.
+
+    Raises RolloutError where the server of Prefect's settings does not answer as one does.
+    """
     try:
         with get_client(sync_client=True) as client:
             return _Reader(client, now).read()
@@ -248,13 +241,13 @@ class _Reader:
         self._names: dict[UUID, str] = {}
         """Of flows and deployments."""
 
-    def read(self) -> Work:
-        version = self._client.api_version()
+    def read(self) -> tuple[dict[str, str], Work]:
+        """The server's version, and the rest."""
+        version = {"version": self._client.api_version()}
         self._names = {flow.id: flow.name for flow in all_pages(self._client.read_flows)}
         deployments = list(all_pages(self._client.read_deployments))
         self._names |= {found.id: f"{self._names.get(found.flow_id, '?')}/{found.name}" for found in deployments}
-        return Work(
-            version=version,
+        return version, Work(
             pools=[self._pool(pool) for pool in all_pages(self._client.read_work_pools)],
             deployments=[self._deployment(found) for found in deployments if found.schedules],
             late=self._late(),
@@ -399,7 +392,12 @@ def _problems(status: Status) -> Iterator[str]:
             yield f"{kind} {named(place.address, place.trouble)}"
     if status.storage.free_bytes is not None and status.storage.free_bytes < LEAST_FREE_BYTES:
         yield f"storage {status.storage.address}: only {gibibytes(status.storage.free_bytes)} are free on its disk"
-    yield from _unworked_pools(status)
+    yield from problems_of_workers(status)
+    yield from problems_of_runs(status)
+
+
+def problems_of_runs(status: Status) -> Iterator[str]:
+    """Late, failed and silent runs, and schedules without a next one."""
     for of, runs in groupby(sorted(status.late, key=lambda run: run.of), key=lambda run: run.of):
         first, *others = runs
         more = f"; so are {len(others)} more" if others else ""
@@ -420,11 +418,11 @@ def _problems(status: Status) -> Iterator[str]:
         if deployment.should_have_next and deployment.next_run is None:
             yield (
                 f"{deployment.name}: its schedule is active, and no run is scheduled; is the server's schedule service "
-                "at work (rollout ops doctor)?"
+                "at work (rollout doctor)?"
             )
 
 
-def _unworked_pools(status: Status) -> Iterator[str]:
+def problems_of_workers(status: Status) -> Iterator[str]:
     """Pools that active schedules count on, and that do nothing."""
     pools = {pool.name: pool for pool in status.pools}
     users: dict[str, list[str]] = {}

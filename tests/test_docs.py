@@ -86,7 +86,7 @@ def check_config(words: list[str], config: Path, parameters: dict[str, Any]) -> 
     from flows.cli.common import parse_overrides
 
     name = "nightly" if words == ["ops", "deploy"] else words[-1]
-    if words in (["cloud", "doctor"], ["store", "bridge"]):  # a table that the page shows
+    if words in (["doctor"], ["store", "bridge"]):  # a table that the page shows
         return
     path = Path("examples", f"{name}-tiny.toml") if config.name in OWN_FILES else config
     path = Path("examples", "agents", "train-lookup.toml") if config.name == "agent.toml" else path

@@ -22,7 +22,6 @@ INSIDE_FUNCTIONS = {
     "deployments.cli.doctor": "Prefect reads its server's address when it is imported",
     "deployments.cli.install": "Prefect reads its server's address when it is imported",
     "deployments.cli.metrics": "Prefect reads its server's address when it is imported",
-    "deployments.cli.status": "Prefect reads its server's address when it is imported",
     "deployments.cli.worker": "Prefect reads its server's address when it is imported",
     "deployments.container": "it hears no signal while it imports",
     "deployments.serve": "Prefect reads its server's address when it is imported",

@@ -1,4 +1,4 @@
-"""The whole `rollout` command: that of `flows.cli`; `rollout ops`, which looks after deployments; and `rollout ui`."""
+"""The whole `rollout` command: `flows.cli`, and what is about deployments: `rollout doctor`, `ops` and `ui`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 from flows.cli import app, main as run_app, store_app
 from flows.cli.lazy import add_commands
 
-ops_app = typer.Typer(no_args_is_help=True, help="Health, automations and alerts of scheduled runs.")
+ops_app = typer.Typer(no_args_is_help=True, help="Deployments, workers, automations and figures of scheduled runs.")
 add_commands(
     ops_app,
     {
@@ -23,14 +23,6 @@ add_commands(
             "deployments.cli.worker:worker",
             "Take runs of a pool until SIGTERM, Ctrl-C or a spot notice, and then drain.",
         ),
-        "status": (
-            "deployments.cli.status:status",
-            "Report on the server, pools, workers, scheduled runs, storage and database.",
-        ),
-        "doctor": (
-            "deployments.cli.doctor:doctor",
-            "Check versions, schedules, clock, disks, automations and access, and say what to do.",
-        ),
         "metrics": (
             "deployments.cli.metrics:metrics",
             "Serve figures to Prometheus until Ctrl-C: pipeline and store, and learners and engines from "
@@ -40,21 +32,33 @@ add_commands(
 )
 app.add_typer(ops_app, name="ops")
 
-cloud_app = typer.Typer(no_args_is_help=True, help="Check the cloud or the machine that runs depend on.")
+# Earlier names of `rollout doctor` and its words, for one release.
 add_commands(
-    cloud_app,
+    ops_app,
     {
+        "status": ("deployments.cli.doctor:ops_status", "The earlier name of `rollout doctor status`."),
         "doctor": (
-            "deployments.cli.cloud_doctor:cloud_doctor",
-            "Try storage, credentials, queue, secrets and machine for real, and say what to do.",
+            "deployments.cli.doctor:ops_doctor",
+            "The earlier name of `rollout doctor`, without checks of pools and runs.",
         ),
     },
+    hidden=True,
 )
-app.add_typer(cloud_app, name="cloud")
+cloud_app = typer.Typer(no_args_is_help=True, help="Earlier names of commands.")
+add_commands(
+    cloud_app,
+    {"doctor": ("deployments.cli.doctor:cloud_doctor", "The earlier name of `rollout doctor cloud`.")},
+    hidden=True,
+)
+app.add_typer(cloud_app, name="cloud", hidden=True)
 
 add_commands(
     app,
     {
+        "doctor": (
+            "deployments.cli.doctor:doctor",
+            "Check machine, server, workers, schedule, storage, store and cloud, and say what to do.",
+        ),
         "ui": (
             "deployments.cli.ui:ui",
             "Show runs, comparisons, samples, rollouts and models in the browser, until SIGTERM or Ctrl-C.",

@@ -29,7 +29,8 @@ def _section(command: Any, name: str) -> Iterator[str]:
         yield from ("", f"## {name}", "", inspect.cleandoc(command.help or ""), "", f"```text\n{usage}\n```", "")
         yield from _parameters(command, context)
     for part, inner in (below or {}).items():
-        yield from _section(inner, f"{name} {part}")
+        if not inner.hidden:  # an earlier name
+            yield from _section(inner, f"{name} {part}")
 
 
 def _parameters(command: Any, context: Any) -> Iterator[str]:

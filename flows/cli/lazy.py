@@ -30,10 +30,13 @@ class LazyCommand(TyperCommand):
         return self.loaded.make_context(info_name, args, parent=parent, **extra)
 
 
-def add_commands(app: typer.Typer, commands: Mapping[str, tuple[str, str]]) -> None:
-    """Add commands to ``app``: by name, where the function of each is, and the first sentence of its docstring."""
+def add_commands(app: typer.Typer, commands: Mapping[str, tuple[str, str]], *, hidden: bool = False) -> None:
+    """Add commands to ``app``: by name, where the function of each is, and the first sentence of its docstring. Earlier
+    names of commands are hidden from lists."""
     for name, (place, line) in commands.items():
-        app.command(name, cls=type("LazyCommand", (LazyCommand,), {"place": place}), help=line)(_never_called)
+        app.command(name, cls=type("LazyCommand", (LazyCommand,), {"place": place}), help=line, hidden=hidden)(
+            _never_called
+        )
 
 
 def _never_called() -> None:

@@ -302,7 +302,7 @@ def lazy_commands(group: Any, *words: str) -> Iterator[tuple[str, LazyCommand]]:
 def test_lists_of_commands_say_of_each_the_first_sentence_of_its_own_help():
     """The lists are written out, so that none of the files is imported for them."""
     commands = dict(lazy_commands(typer.main.get_command(app)))
-    assert {"init", "train sft", "storage verify", "ops doctor", "ui"} <= set(commands)
+    assert {"init", "train sft", "storage verify", "doctor", "ops doctor", "ui"} <= set(commands)
     for words, command in commands.items():
         assert command.help == command.loaded.get_short_help_str(limit=1000), words
 

@@ -1,4 +1,4 @@
-"""`rollout ops doctor`: what it finds, what it advises, and when it exits with 1."""
+"""`rollout doctor`: what it finds, what it advises, and when it exits with 1."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from deployments import doctor
-from deployments.doctor import Check, Level
-from deployments.probes import Database, Server, Storage
+from deployments.cli.doctor import SECTIONS
+from deployments.probes import Check, Database, Level, Server, Storage
 from deployments.status import Deployment, Run, Status
 from tests.operations.own_server import OwnServer, own_server, rollout, stranger
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
 
 def examined(server: OwnServer, **environment: str) -> dict[str, dict[str, Any]]:
     """The checks by name; the exit code says whether one failed."""
-    done = server.rollout("ops", "doctor", "--json", **environment)
+    done = server.rollout("doctor", "--json", **environment)
     assert "Traceback" not in done.stderr, done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     failed = any(check["level"] == "fail" for check in checks.values())
@@ -39,7 +39,7 @@ def examined(server: OwnServer, **environment: str) -> dict[str, dict[str, Any]]
 @pytest.mark.server
 def test_automations_are_missed_until_they_are_installed_and_heartbeats_must_fit_them(server: OwnServer):
     with server.deployed("nightly", NIGHTLY):
-        before = server.rollout("ops", "doctor")
+        before = server.rollout("doctor", "schedule")
         assert before.returncode == 1
         lines = before.stdout.splitlines()
         [found] = [number for number, line in enumerate(lines) if line.startswith("fail  automations")]
@@ -85,10 +85,24 @@ def test_versions_disks_and_access_of_a_sound_server(server: OwnServer):
         assert checks[name]["level"] == "ok", checks[name]
     assert {"disk of storage", "disk of cache", "disk of Prefect home", "disk of database"} <= checks.keys()
     assert all(check["got"] and check["expected"] for check in checks.values())
+    assert {check["section"] for check in checks.values()} == set(SECTIONS)
+    earlier = server.rollout("ops", "doctor", "--json")
+    found = json.loads(earlier.stdout)
+    assert found.keys() == {"checked_at", "checks"}
+    assert {check["name"] for check in found["checks"]} == checks.keys() - {"pools", "runs"}
+
+
+def test_a_section_alone_says_why_there_is_nothing_and_words_that_do_not_go_together_are_refused(tmp_path: Path):
+    done = rollout(tmp_path, "doctor", "workers", "--json")
+    assert done.returncode == 1
+    assert [check["name"] for check in json.loads(done.stdout)["checks"]] == ["server"]
+    for words in (("status", "store"), ("machine", "--provider", "aws")):
+        done = rollout(tmp_path, "doctor", *words)
+        assert done.returncode == 2 and done.stderr.startswith("rollout: ") and done.stdout == ""
 
 
 def test_what_needs_no_server_is_checked_without_one(tmp_path: Path):
-    done = rollout(tmp_path, "ops", "doctor", "--json", ROLLOUT_STORAGE="file:///dev/null/objects")
+    done = rollout(tmp_path, "doctor", "--json", ROLLOUT_STORAGE="file:///dev/null/objects")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 1
     assert [checks[name]["level"] for name in ("python", "server", "storage")] == ["ok", "fail", "fail"]
@@ -97,7 +111,7 @@ def test_what_needs_no_server_is_checked_without_one(tmp_path: Path):
 
 def test_a_servers_clock_that_is_wrong_is_told_and_a_stranger_is_no_prefect_server(tmp_path: Path):
     with stranger(404, hours=1) as address:
-        done = rollout(tmp_path, "ops", "doctor", "--json", PREFECT_API_URL=address)
+        done = rollout(tmp_path, "doctor", "server", "--json", PREFECT_API_URL=address)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["clock"]["level"] == "warn" and "+3" in checks["clock"]["got"]
     assert "heartbeats and leases" in checks["clock"]["advice"]

@@ -90,7 +90,7 @@ def test_a_run_that_one_machine_began_is_ended_by_another_and_cached_for_all(
         assert run["run_count"] == 2
         again = other.start_run("nightly")
         other.wait(again, "Completed", seconds=300)
-        found = json.loads(other.rollout("ops", "status", "--json"))
+        found = json.loads(other.rollout("doctor", "status", "--json"))
     assert found["problems"] == []
     computed = {
         task["name"] for task in other.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [again]}}})

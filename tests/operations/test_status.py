@@ -1,4 +1,4 @@
-"""`rollout ops status`: what it tells of servers, workers and runs, that it starts nothing, and when it exits 1."""
+"""`rollout doctor status`: what it tells of servers, workers and runs, that it starts nothing, and when it exits 1."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from deployments.status import (
     _pool_row,
     _problems,
     _tells,
-    _unworked_pools,
     _with_silence,
+    problems_of_workers,
 )
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.records import RunDetail, RunHead, RunRecords
@@ -64,7 +64,7 @@ def objects() -> ObjectStore:
 
 def report(server: OwnServer, **environment: str) -> dict[str, Any]:
     """The status as JSON, whose problems and exit code say the same."""
-    done = server.rollout("ops", "status", "--json", **environment)
+    done = server.rollout("doctor", "status", "--json", **environment)
     assert "Traceback" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
     assert done.returncode == (1 if found["problems"] else 0), done.stdout
@@ -109,23 +109,23 @@ def test_the_folders_server_is_used_while_it_runs(
     holder = start_process("-c", HOLDER, cwd=tmp_path, env=environment, stdin=subprocess.PIPE)
     assert holder.stdout is not None
     url = next(line.split()[1] for line in holder.stdout if line.startswith("serving"))
-    done = rollout(tmp_path, "ops", "status", "--json")
+    done = rollout(tmp_path, "doctor", "status", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["problems"]) == (0, [])
     assert found["server"]["address"] == url and found["server"]["version"]
     installed = rollout(tmp_path, "ops", "install")
     assert installed.returncode == 0 and installed.stdout.count("create ") == 2, installed.stdout + installed.stderr
-    doctor = json.loads(rollout(tmp_path, "ops", "doctor", "--json").stdout)
+    doctor = json.loads(rollout(tmp_path, "doctor", "--json").stdout)
     checks = {check["name"]: check["level"] for check in doctor["checks"]}
     assert checks["automations"] == "ok", "of the folder's server"
     holder.communicate("leave\n", timeout=120)
-    after = rollout(tmp_path, "ops", "status")
+    after = rollout(tmp_path, "doctor", "status")
     assert after.returncode == 1 and "no Prefect server" in after.stdout, "the lock file that it left is no server"
 
 
 @pytest.mark.server
 def test_a_server_with_nothing_to_do_is_well(server: OwnServer):
-    done = server.rollout("ops", "status")
+    done = server.rollout("doctor", "status")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all is well"), done.stdout + done.stderr
     assert f"server    {server.api}" in done.stdout
 
@@ -140,7 +140,7 @@ def test_a_schedule_without_a_worker_needs_a_person_and_its_runs_become_late(ser
         # Its runs are minutes away; this one has waited for an hour.
         due = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2020-01-01T00:00:00Z"}}
         run = server.ask(f"deployments/{made}/create_flow_run", {"name": "waits", "state": due})
-        done = server.rollout("ops", "status")
+        done = server.rollout("doctor", "status")
         assert done.returncode == 1
         problems = [line for line in done.stdout.splitlines() if line.startswith("! ")]
         [late] = [line for line in problems if "late: run 'waits' of unworked/unworked" in line]
@@ -204,7 +204,7 @@ def test_workers_and_failed_runs_are_told_until_the_next_run_completes(
         assert (seen["name"], seen["online"]) == ("night-owl", True)
         [problem] = [line for line in failed["problems"] if line.startswith("worked/worked: its last scheduled run")]
         assert "Failed" in problem and "postgresql://me:***@db/x is away" in problem
-        assert SECRET not in json.dumps(failed) and SECRET not in server.rollout("ops", "status").stdout
+        assert SECRET not in json.dumps(failed) and SECRET not in server.rollout("doctor", "status").stdout
         assert "worked/worked" in {run["of"] for run in failed["failed"]}
 
         code.write_text(FLOW.format(name="worked", body="return 1"))
@@ -228,7 +228,7 @@ def test_what_is_away_is_named_without_its_secrets(server: OwnServer, tmp_path: 
     assert [line.split()[0] for line in found["problems"]] == ["storage", "database"]
     assert not found["storage"]["readable"] and not found["database"]["reachable"]
     for arguments in ([], ["--json"], ["--debug"]):
-        done = server.rollout("ops", "status", *arguments, **away)
+        done = server.rollout("doctor", "status", *arguments, **away)
         assert done.returncode == 1 and SECRET not in done.stdout + done.stderr
         assert "postgresql://me:***@127.0.0.1" in done.stdout
         assert ("Traceback" in done.stderr) == (arguments == ["--debug"])
@@ -257,7 +257,7 @@ def test_blocks_of_the_server_are_looked_at_as_addresses_are(server: OwnServer, 
 
 def test_a_password_in_the_address_of_the_api_is_refused_and_not_shown(tmp_path: Path):
     api = f"http://me:{SECRET}@127.0.0.1:{dead_port()}/api"
-    done = rollout(tmp_path, "ops", "status", PREFECT_API_URL=api)
+    done = rollout(tmp_path, "doctor", "status", PREFECT_API_URL=api)
     assert done.returncode == 1 and "PREFECT_API_AUTH_STRING" in done.stdout
     assert SECRET not in done.stdout + done.stderr and "Traceback" not in done.stderr
 
@@ -265,7 +265,7 @@ def test_a_password_in_the_address_of_the_api_is_refused_and_not_shown(tmp_path:
 def test_a_server_that_lets_nobody_in_and_one_that_is_ill_are_told_apart(tmp_path: Path):
     for code, hint in ((401, "set PREFECT_API_AUTH_STRING or PREFECT_API_KEY"), (500, "answers 500")):
         with stranger(code) as address:
-            done = rollout(tmp_path, "ops", "status", PREFECT_API_URL=address)
+            done = rollout(tmp_path, "doctor", "status", PREFECT_API_URL=address)
         [problem] = [line for line in done.stdout.splitlines() if line.startswith("! ")]
         assert f"answers {code} to /api/admin/version" in problem and hint in problem
         assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -292,7 +292,7 @@ def test_a_pool_without_a_worker_or_that_is_missing_comes_with_a_command_that_he
         found = Status.model_construct(
             pools=pools, deployments=[Deployment.model_construct(name="a/b", pool=name, schedules=["every 5 s"])]
         )
-        [problem] = _unworked_pools(found)
+        [problem] = problems_of_workers(found)
         return problem
 
     assert told("gpu", "process").endswith("has no worker online; start one: rollout ops worker --pool gpu")
@@ -382,7 +382,7 @@ def test_rollouts_are_counted_by_status(server: OwnServer, tmp_path: Path):
     asyncio.run(fill())
     counts = report(server, ROLLOUT_DATABASE=url)["database"]["rollouts"]
     assert {name: count for name, count in counts.items() if count} == {"queuing": 2, "preparing": 1}
-    text = server.rollout("ops", "status", ROLLOUT_DATABASE=url).stdout
+    text = server.rollout("doctor", "status", ROLLOUT_DATABASE=url).stdout
     assert "rollouts: 2 queuing, 1 preparing" in text
     new = tmp_path / "new.db"
     assert report(server, ROLLOUT_DATABASE=f"sqlite:///{new}")["database"]["rollouts"] is None
