@@ -247,7 +247,7 @@ pruned, the name of who is meant, the outcome of."""
 MOST_VAGUE_IN_DOCS = 2
 """A name that programs read, in the page of `rollout plan`, and an option of a benchmark."""
 MOST_VAGUE_IN_CODE = 2
-"""The name that `rollout plan --json` prints, and that of the module `deployments.ui.beside`."""
+"""The name that `rollout plan --json` prints, and the earlier one of `deployments.ui.mounted`."""
 LONGEST_PARAGRAPH = 120
 """Words; what is longer has more than one idea."""
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+import deployments
 import flows
 import rollout_core
 import tasks
@@ -26,7 +27,7 @@ INSIDE_FUNCTIONS = {
     "deployments.container": "it hears no signal while it imports",
     "deployments.serve": "Prefect reads its server's address when it is imported",
     "deployments.supervision": "Prefect reads its server's address when it is imported",
-    "deployments.ui.beside": "a store's server starts without pages",
+    "deployments.ui.mounted": "a store's server starts without pages",
     "flows.batch": "Dask is an extra",
     "flows.cli.agents": "a dry run first has another process begin to import torch",
     "flows.cli.export": "imports torch",
@@ -79,7 +80,7 @@ def test_the_map_has_the_rooms_in_the_order_of_the_layers():
     assert shown == [*rooms, *(f"rollout_core/{room}" for room in core)]
 
 
-@pytest.mark.parametrize("package", [tasks, flows, rollout_core])
+@pytest.mark.parametrize("package", [tasks, flows, deployments, rollout_core])
 def test_modules_that_moved_are_found_under_their_old_names(package: ModuleType):
     finder = next(found for found in sys.meta_path if isinstance(found, Moved) and found.package == package.__name__)
     assert finder.moved

@@ -74,7 +74,7 @@ def doctor(
 
 def _examined(sections: Collection[str], debug: bool, *, now: bool) -> list[probes.Check]:
     server = probes.find_server(PREFECT_HOME, debug=debug)
-    from deployments.doctor import GROUPS, NOW, examine  # with Prefect, which takes its settings now
+    from deployments.checks import GROUPS, NOW, examine  # with Prefect, which takes its settings now
 
     groups = {name for name, group in GROUPS.items() if group.section in sections and (now or name not in NOW)}
     return examine(server, groups, debug=debug)

@@ -28,7 +28,7 @@ def metrics(
         server = probes.find_server(PREFECT_HOME, debug=debug)
         if server.address is None:
             raise ConfigError(server.trouble or "no Prefect server")
-        from deployments.metrics import events_file, serve  # with Prefect, which takes its settings now
+        from deployments.exporter import events_file, serve  # with Prefect, which takes its settings now
 
         file = events_file()
         found = serve(host, port, PREFECT_HOME, every, file)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deployments.ui.beside import PAGES
+from deployments.ui.mounted import PAGES
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import DatabaseURL
 from rollout_core.store.http.serve import ServeSettings, serve

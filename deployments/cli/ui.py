@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deployments.ui.server import serve_ui
+from deployments.ui.site import serve_ui
 from flows.cli.common import Debug, one_line_errors
 from rollout_core.base.errors import ConfigError
 from tasks.runtime.prefect_server import storage_and_database

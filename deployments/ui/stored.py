@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deployments.ui.app import Pages
+from deployments.ui.pages import Pages
 from rollout_core.inference.ledger import is_gone
 from rollout_core.objects.retention.leases import live_leases
 from rollout_core.objects.retention.usage import measure

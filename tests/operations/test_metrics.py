@@ -21,7 +21,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.metrics import MOST_RUNS, Events, Followed, _keep_following
+from deployments.exporter import MOST_RUNS, Events, Followed, _keep_following
 from tasks.runtime import events
 from tests.flows.conftest import wait_for
 from tests.operations.own_server import PROJECT, ROLLOUT, rollout
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_read_for_a_while_is_told_of_once_and_read_again(
 
     pauses = count()
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr("deployments.metrics.time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr("deployments.exporter.time", SimpleNamespace(sleep=pause))
     with pytest.raises(KeyboardInterrupt):
         _keep_following(followed, counts)
     assert value(samples_of(generate_latest(registry).decode()), "rollout_samples_skipped_total", stage="evaluate") == 4

@@ -18,12 +18,12 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from deployments.ui import models as models_pages
-from deployments.ui.app import Sources
-from deployments.ui.beside import PAGES as PAGES_BESIDE
-from deployments.ui.door import guarded
-from deployments.ui.rollouts import Wanted, _final_reward
-from deployments.ui.server import application as pages_of
+from deployments.ui import model_pages
+from deployments.ui.auth import guarded
+from deployments.ui.mounted import PAGES as MOUNTED_PAGES
+from deployments.ui.pages import Sources
+from deployments.ui.rollout_pages import Wanted, _final_reward
+from deployments.ui.site import application as pages_of
 from deployments.ui.stored import FORGOTTEN_SECONDS, _is_there, last_sign
 from rollout_core.agents.emitters import reward_attributes
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
@@ -165,7 +165,7 @@ def test_without_graphviz_the_page_has_the_flow_chart_as_text(
     client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    models_pages._drawn.cache_clear()
+    model_pages._drawn.cache_clear()
     page = client.get(f"/models/{MODEL}").text
     assert "No image: graphviz&#39;s dot draws the image" in page and "flowchart TD" in page
     assert 'class="lineage"' not in page
@@ -634,7 +634,9 @@ def test_a_store_server_has_the_same_pages_below_ui(
 def test_a_store_server_without_its_storage_serves_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_STORAGE", "ftp://nowhere")
     store = SqlLightningStore.from_url(f"sqlite:///{tmp_path}/rollout.db")
-    settings = ServeSettings(store.url, "127.0.0.1", 0, pages=PAGES_BESIDE, cors_allow_origins=["http://other.example"])
+    settings = ServeSettings(
+        store.url, "127.0.0.1", 0, pages=MOUNTED_PAGES, cors_allow_origins=["http://other.example"]
+    )
     app = with_pages(create_app(store, settings.app_settings()), store, settings)
     client = TestClient(app, base_url="http://localhost")
     assert client.get("/v1/agl/statistics").json()["total_rollouts"] == 0

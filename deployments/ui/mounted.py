@@ -10,18 +10,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.ui.door import LOGIN, STATIC, guarded, page_path
+from deployments.ui.auth import LOGIN, STATIC, guarded, page_path
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.store import LightningStore
 from tasks.runtime.prefect_server import connections
 
 log = logging.getLogger(__name__)
 
-PAGES = f"{__name__}:pages_beside"
+PAGES = f"{__name__}:mounted_pages"
 """The name by which worker processes find them."""
 
 
-def pages_beside(store: LightningStore, api_key: str | None) -> ASGIApp:
+def mounted_pages(store: LightningStore, api_key: str | None) -> ASGIApp:
     """Pages over ``store`` and the storage of the settings, by the key of the store's server."""
     return guarded(_MadeWhenAsked(store), api_key)
 
@@ -53,7 +53,7 @@ class _MadeWhenAsked:
 
 
 def _make(store: LightningStore) -> ASGIApp:
-    from deployments.ui.server import application, sources_of
+    from deployments.ui.site import application, sources_of
 
     known = connections()
     if known is None:

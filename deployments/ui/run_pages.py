@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from deployments.ui.app import Pages, link_of, number_of
+from deployments.ui.pages import Pages, link_of, number_of
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.runs.browsing import sample_lists
 from rollout_core.runs.figures import REWARD, Curve, curves_of
@@ -150,7 +150,7 @@ class RunPages:
             head=head,
             others=[other for other in others if other.id in laid_over],
             offered=[other for other in recent if other.id not in (head.id, *laid_over)],
-            most_beside=MOST_COMPARED - 1,
+            most_others=MOST_COMPARED - 1,
             detail=detail,
             state=state,
             seconds=shown_seconds(head, state),

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from deployments.ui.door import LOGIN, STATIC, base_of, page_path
+from deployments.ui.auth import LOGIN, STATIC, base_of, page_path
 from rollout_core import __version__
 from rollout_core.agents.adapters.drawing import STYLE as TRACE_STYLE
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
@@ -143,7 +143,7 @@ def create_app(
     pages: Pages,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
-    """The application over ``routes``, to stand behind the door."""
+    """The application over ``routes``, to stand behind the login."""
     own = [
         Route(LOGIN, pages.login, methods=["GET"]),
         Route("/static/trace.css", lambda request: Response(TRACE_STYLE, media_type="text/css")),

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deployments.ui.app import Pages, figure_of, link_of, number_of
+from deployments.ui.pages import Pages, figure_of, link_of, number_of
 from rollout_core.base.errors import NotFound
 from rollout_core.runs.browsing import (
     SampleBrowser,

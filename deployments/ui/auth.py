@@ -39,8 +39,8 @@ def page_path(scope: Scope) -> str:
 
 
 def guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
-    """``app`` behind the door."""
-    return _WithHeaders(_Door(app, api_key))
+    """``app`` behind the login."""
+    return _WithHeaders(_Login(app, api_key))
 
 
 class _WithHeaders:
@@ -65,7 +65,7 @@ class _WithHeaders:
         await self._app(scope, receive, with_headers)
 
 
-class _Door(Gate):
+class _Login(Gate):
     """The store server's rules for who is let in; a browser shows its key once, and a cookie from then on."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:

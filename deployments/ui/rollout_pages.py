@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deployments.ui.app import Pages, figure_of, link_of, number_of
+from deployments.ui.pages import Pages, figure_of, link_of, number_of
 from rollout_core.agents.adapters.drawing import draw_trace
 from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError

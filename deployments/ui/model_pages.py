@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deployments.ui.app import Pages
-from deployments.ui.door import base_of
+from deployments.ui.auth import base_of
+from deployments.ui.pages import Pages
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deployments.ui import models, rollouts, runs, samples, stored
-from deployments.ui.app import Pages, Sources, create_app
-from deployments.ui.door import guarded
+from deployments.ui import model_pages, rollout_pages, run_pages, sample_pages, stored
+from deployments.ui.auth import guarded
+from deployments.ui.pages import Pages, Sources, create_app
 from rollout_core.base.errors import RolloutError
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.browsing import SampleBrowser
@@ -90,13 +90,13 @@ def read_ahead(sources: Sources) -> None:
 def application(
     sources: Sources, lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None
 ) -> Starlette:
-    """All pages, to stand behind the door."""
+    """All pages, to stand behind the login."""
     pages, browser = Pages(sources), SampleBrowser(sources.objects)
     every = [
-        *runs.routes(pages),
-        *samples.routes(pages, browser),
-        *rollouts.routes(pages, browser),
-        *models.routes(pages),
+        *run_pages.routes(pages),
+        *sample_pages.routes(pages, browser),
+        *rollout_pages.routes(pages, browser),
+        *model_pages.routes(pages),
         *stored.routes(pages),
         Route("/runs/{run}/logs", logs_page(pages)),
     ]
