@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 
 from prefect import flow
 
-from flows.candidate import reason_of
 from rollout_core.agents.adapters import drawing
 from rollout_core.agents.adapters.ended import EndedRollout, ended_rollouts, read_rollouts
 from rollout_core.base.ids import ContentId
@@ -22,11 +21,13 @@ from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_agent
 from rollout_core.plans.plan import context_limit
-from rollout_core.promotion.decision import precision_of
+from rollout_core.promotion.decision import Promotion, precision_of
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
+from tasks.approval import reason_of
+from tasks.checkpoints import file_state, in_base_precision
 from tasks.imports import import_model, import_tasks
 from tasks.learn import check_guards, grpo_update, ppo_update
-from tasks.promotion import Promotion, file_state, in_base_precision, latest_model, promote
+from tasks.promotion import latest_model, promote
 from tasks.runtime.artifacts import draw_curve
 from tasks.runtime.connections import objects, open_store, working_folder
 from tasks.runtime.dry_run import end_of_stages

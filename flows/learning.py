@@ -10,6 +10,7 @@ from typing import Any
 from flows.curriculum import Opening, prompt_schedule
 from flows.partial_rollouts import Carrying
 from flows.replay import Replaying
+from rollout_core.algorithms.reward_hacking import PolicyRewards, reward_hacking
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
@@ -30,8 +31,8 @@ from rollout_core.launch import kept_process
 from rollout_core.launch.launcher import import_updates
 from rollout_core.objects.records import Checkpoint, Completions, Dataset, PromptSet, Scores
 from rollout_core.plans.plan import context_limit
-from rollout_core.promotion.evidence import PolicyRewards, reward_hacking
 from rollout_core.rewards.source_ids import source_id
+from tasks.checkpoints import file_state, label_state
 from tasks.generate import batch_inference, enqueue_prompts, load_ahead
 from tasks.imports import (
     import_held_out,
@@ -43,7 +44,6 @@ from tasks.imports import (
     import_unpaired,
 )
 from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
-from tasks.promotion import file_state, label_state
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import dry_run_remark, is_placeholder
 from tasks.runtime.iterations import SamplesAhead, TrainingStates

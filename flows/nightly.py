@@ -8,7 +8,6 @@ from typing import Any, TypedDict, cast
 
 from prefect import flow
 
-from flows.candidate import reason_of
 from flows.learning import learn_from_rows
 from flows.nightly_steps import (
     algorithm_of,
@@ -25,8 +24,10 @@ from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.promotion.decision import precision_of
 from rollout_core.rewards.kept import close_rewards
+from tasks.approval import reason_of
+from tasks.checkpoints import in_base_precision
 from tasks.imports import import_model, import_prompts, import_sft
-from tasks.promotion import in_base_precision, latest_model, promote
+from tasks.promotion import latest_model, promote
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline

@@ -11,7 +11,7 @@ from rollout_core.config import KLGuard, NightlyConfig, PromptsGuard, RewardGuar
 from rollout_core.config.rewards import ModelReward, RewardSpec
 from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.plans.plan import context_limit
-from rollout_core.promotion.evidence import Divergence, GuardReports
+from rollout_core.promotion.guards import Divergence, GuardReports
 from rollout_core.rewards.source_ids import source_id
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward

@@ -32,7 +32,7 @@ from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
 from tasks.runtime.stage import Stage
 
-MODULES = ("batch", "generate", "score", "learn", "partial_rollouts", "promotion", "prompts", "agents")
+MODULES = ("batch", "generate", "score", "learn", "partial_rollouts", "checkpoints", "promotion", "prompts", "agents")
 """Of `tasks`, those whose cached stages make results."""
 REWARD, REWARD_SOURCE = "reward", "reward_source"
 

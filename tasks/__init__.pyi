@@ -5,6 +5,9 @@ from .agents import (
     look_up_rollouts as look_up_rollouts,
     run_agents as run_agents,
 )
+from .checkpoints import (
+    snapshot as snapshot,
+)
 from .generate import (
     batch_inference as batch_inference,
     enqueue_prompts as enqueue_prompts,
@@ -33,7 +36,6 @@ from .promotion import (
     latest_model as latest_model,
     promote as promote,
     roll_back as roll_back,
-    snapshot as snapshot,
 )
 from .score import (
     evaluate as evaluate,

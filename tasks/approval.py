@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-import httpx
-from prefect import get_client
-from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.utilities.urls import url_for
-
-from rollout_core.base.errors import NotFound, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
 from rollout_core.config import PromotionConfig
 from rollout_core.objects.records import BlobId, Record
-from rollout_core.promotion import history
-from rollout_core.promotion.candidates import Candidate, file_candidate, read_candidate
-from rollout_core.promotion.decision import withdrawal
+from rollout_core.promotion.candidates import Candidate, Decided, carry_out, file_candidate, read_candidate
+from rollout_core.promotion.decision import Promotion
 from rollout_core.runs.decisions import note_decision
-from tasks.promotion import Promotion
+from tasks.promotion import this_run
 from tasks.runtime import connections, events
 from tasks.runtime.journal import stage_logger
+from tasks.runtime.report import Curve, shown_curve
 from tasks.runtime.stage import current_stage, stage
+from tasks.runtime.suspension import standing, start_once
 
 DEPLOYMENT = "promote-candidate/promote-candidate"
 PROMOTED, REJECTED = "Promoted", "Rejected"
@@ -39,14 +33,6 @@ class Asked(Record):
     """For people: the outcome of the question."""
 
 
-class Decided(Record):
-    """What came of a decision."""
-
-    model: ContentId
-    promoted: bool
-    reason: str
-
-
 @stage(version=1, cached=False)
 def ask_a_person(
     promotion: Promotion,
@@ -61,57 +47,16 @@ def ask_a_person(
     A model is asked about once as long as the same one is latest, however often a run arrives at it. ``served``: what
     is latest now.
     """
-    assert promotion.evidence is not None, "what a person decides about has evidence"
-    found = Candidate(
-        resource=config.resource,
-        model=promotion.model,
-        served=served,
-        evidence=promotion.evidence,
-        reason=promotion.reason,
-        run=run,
-        pictures=pictures or {},
-    )
+    found = Candidate.of(promotion, config.resource, served, run, pictures or {})
     candidate = file_candidate(current_stage().objects, found)
-    asking = _ask(found, candidate, config)
+    name, bounds = f"{found.model.short} of {run}", {"hours": config.approval_hours, "undecided": config.undecided}
+    asking = start_once(DEPLOYMENT, {"candidate": candidate, "name": name, **bounds}, key=found.question)
     if asking is None:
-        line = f"no deployment {DEPLOYMENT} asks on this server; `rollout promote {promotion.model.short}` promotes it"
+        line = f"no deployment {DEPLOYMENT} asks on this server; `rollout promote {found.model.short}` promotes it"
     else:
-        line = _standing(asking)
+        line = standing(asking, refused=REJECTED)
     stage_logger().info("%s", line)
     return Asked(candidate=candidate, flow_run=None if asking is None else str(asking.id), line=line)
-
-
-def _ask(found: Candidate, candidate: ContentId, config: PromotionConfig) -> FlowRun | None:
-    """The run that asks about a candidate. Raises Recoverable where the server cannot be reached."""
-    parameters = {
-        "candidate": candidate,
-        "name": f"{found.model.short} of {found.run}",
-        "hours": config.approval_hours,
-        "undecided": config.undecided,
-    }
-    try:
-        with get_client(sync_client=True) as client:
-            return client.create_flow_run_from_deployment(
-                client.read_deployment_by_name(DEPLOYMENT).id,
-                parameters=parameters,
-                # Where another model is latest by then, it is another question.
-                idempotency_key=f"candidate {found.model} for {found.resource} after {found.served}",
-            )
-    except ObjectNotFound:
-        return None
-    except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        raise Recoverable(f"the Prefect server did not take the candidate {found.model}: {error}") from error
-
-
-def _standing(run: FlowRun) -> str:
-    """The outcome of a question that may have been asked before."""
-    where = url_for(run) or f"flow run {run.id}"
-    name = "" if run.state is None else run.state.name
-    if name == REJECTED:
-        return f"it was rejected before ({where})"
-    if run.state is not None and run.state.is_final():
-        return f"it was asked about before, and that run is {name} ({where})"
-    return f"it waits for a person: {where}"
 
 
 @stage(version=1, cached=False)
@@ -123,22 +68,14 @@ def decide(
     *,
     even_if_latest_has_changed: bool = False,
 ) -> Decided:
-    """Carry out what ``by`` has decided about a candidate; once, however often it is tried.
-
-    A promotion that the evidence does not speak for any more, as another model is latest now or somebody went back from
-    this one, is refused, unless ``even_if_latest_has_changed``. Raises NotFound where the weights are gone.
-    """
-    objects = current_stage().objects
-    found = read_candidate(objects, candidate)
-    said = f"{by}: {reason}" if reason else by
-    if decision == "reject":
-        done = Decided(model=found.model, promoted=False, reason=f"rejected by {said}")
-    elif not objects.tree_is_present(found.model):
-        raise NotFound(
-            f"the weights of {found.model} are not in the object store {objects.url} any more; run what made them again"
+    """Carry out what ``by`` has decided about a candidate, as `carry_out`; once, however often it is tried."""
+    objects, anyway = current_stage().objects, even_if_latest_has_changed
+    found, said = read_candidate(objects, candidate), f"{by}: {reason}" if reason else by
+    done = run_async(
+        carry_out(
+            objects, connections.open_store, found, decision, said, by=this_run(), even_if_latest_has_changed=anyway
         )
-    else:
-        done = run_async(_promote(found, said, even_if_latest_has_changed))
+    )
     reason = done.reason if done.promoted else f"{found.reason}; {done.reason}"
     note_decision(objects, found.model, reason, promoted=done.promoted)
     if done.promoted:
@@ -147,22 +84,16 @@ def decide(
     return done
 
 
-async def _promote(found: Candidate, said: str, whatever_is_latest: bool) -> Decided:
-    objects = current_stage().objects
-    if not whatever_is_latest and (objections := withdrawal(objects, found.resource, found.model)):
-        reason = f"{said} approved it, but {'; '.join(objections)}"
-        return Decided(model=found.model, promoted=False, reason=reason)
-    reason = f"approved by {said}; {found.reason}"
-    by = f"flow run {current_stage().run_id}"
-    change = history.Change("promote", found.resource, found.model, by, reason, found.evidence)
-    instead_of: history.Served = "whatever" if whatever_is_latest else found.served
-    try:
-        async with connections.open_store() as store:
-            await history.change_latest(store, objects, change, instead_of=instead_of)
-    except history.LatestChanged as error:
-        reason = (
-            f"{said} approved it, but {error}; the next run compares it anew, and `rollout promote "
-            f"{found.model.short}` asks for nothing"
-        )
-        return Decided(model=found.model, promoted=False, reason=reason)
-    return Decided(model=found.model, promoted=True, reason=reason)
+def reason_of(
+    promotion: Promotion, served: ContentId | None, run: str, config: PromotionConfig, curve: Curve | None = None
+) -> str:
+    """Why a model was promoted, or not, for people; where a person is to decide, that person is asked now.
+
+    ``served`` is what was latest when it was compared; ``run`` names the run that made it.
+    """
+    if not promotion.waits:
+        return promotion.reason
+    objects = connections.objects()
+    shown = {} if curve is None else shown_curve(objects, run, curve)
+    pictures = {title: objects.put_bytes(png) for title, png in shown.items()}
+    return f"{promotion.reason}; {ask_a_person(promotion, served, run, config, pictures=pictures).line}"

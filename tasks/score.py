@@ -18,7 +18,7 @@ from rollout_core.inference.ledger import this_worker
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.retention.unstored import local_model
-from rollout_core.promotion.evidence import Divergence
+from rollout_core.promotion.guards import Divergence
 from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction, Score
 from rollout_core.store import AttemptedRollout, Span

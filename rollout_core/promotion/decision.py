@@ -3,33 +3,48 @@ whether somebody went back from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from rollout_core.agents.adapters.ended import ended_rollouts
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, KLGuard, PromotionConfig
+from rollout_core.config import BackendConfig, PromotionConfig
 from rollout_core.inference.engines import computed_dtype
 from rollout_core.models.precision import stored_dtype
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import AgentRollouts, EvalReport
+from rollout_core.objects.records import AgentRollouts, EvalReport, Record
 from rollout_core.promotion import history
-from rollout_core.promotion.evidence import (
-    Comparison,
+from rollout_core.promotion.evidence import Comparison, Evidence, compare, rewards_by_prompt
+from rollout_core.promotion.guards import (
     Divergence,
-    Evidence,
     GuardFinding,
     GuardReports,
+    Measured,
     Moment,
-    compare,
-    judge_guard,
-    judge_kl,
-    rewards_by_prompt,
+    judge_guards,
 )
+from rollout_core.store import LightningStore
 
 Evaluated = EvalReport | AgentRollouts
-OWN_REPORTS = ("reward", "prompts")
-"""Kinds of guards that look at evaluations of their own."""
+OpenStore = Callable[[], AbstractAsyncContextManager[LightningStore]]
+"""The store of the latest resources, opened once something is to be looked up or changed there."""
+
+
+class Promotion(Record):
+    """Whether a checkpoint became the latest one."""
+
+    model: ContentId
+    promoted: bool
+    reason: str
+    evidence: Evidence | None = None
+    waits: bool = False
+    """The evidence is what was asked for, and a person is to decide."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What it was decided by, for people."""
+        return [] if self.evidence is None else self.evidence.lines
 
 
 def weigh(
@@ -52,6 +67,42 @@ def weigh(
         guards=_judge(objects, rivals, after, config, guarded, divergences),
         precision=None if backend is None else _precisions(objects, {**rivals, "after": after}, backend),
     )
+
+
+async def promote_if_accepted(
+    objects: ObjectStore,
+    open_store: OpenStore,
+    model: ContentId,
+    evidence: Evidence,
+    config: PromotionConfig,
+    *,
+    by: str,
+    instead_of: history.Served = "whatever",
+) -> Promotion:
+    """Make ``model`` the latest if the evidence for it is what ``config`` asks for, nobody went back from it, and
+    ``instead_of`` is still served. Where a person is to decide, it waits for that instead. ``by``: for the history."""
+
+    def refused(reason: str, *, waits: bool = False) -> Promotion:
+        return Promotion(model=model, promoted=False, reason=reason, evidence=evidence, waits=waits)
+
+    figures = evidence.comparisons[0].rewards
+    if not config.enabled:
+        return refused(f"promotion is switched off; {figures}")
+    objections = [*evidence.objections(config), *withdrawal(objects, config.resource, model)]
+    if objections:
+        return refused("; ".join(objections))
+    async with open_store() as store:
+        if config.approval == "person":
+            if await history.served_model(store, objects, config.resource) == model:
+                return refused(f"{figures}; it is the latest already")
+            return refused(f"{figures}; a person is to decide", waits=True)
+        reason = f"{figures}, {evidence.comparisons[0].interval}" if config.confidence else figures
+        change = history.Change("promote", config.resource, model, by, reason, evidence)
+        try:
+            await history.change_latest(store, objects, change, instead_of=instead_of)
+        except history.LatestChanged as error:
+            return refused(f"{figures}; {error}; the next run compares it with that")
+    return Promotion(model=model, promoted=True, reason=reason, evidence=evidence)
 
 
 def withdrawal(objects: ObjectStore, resource: str, model: ContentId) -> list[str]:
@@ -84,6 +135,22 @@ def _rewards(objects: ObjectStore, evaluated: Evaluated) -> dict[str, list[float
     return {f"task {number:08d}": [rollout.reward or 0.0] for number, rollout in enumerate(rollouts)}
 
 
+def _judge(
+    objects: ObjectStore,
+    rivals: dict[Moment, Evaluated],
+    after: Evaluated,
+    config: PromotionConfig,
+    guarded: Sequence[GuardReports],
+    divergences: Sequence[Divergence],
+) -> tuple[GuardFinding, ...]:
+    """What the guards say; an agent's work has no completions to look at."""
+    reports: dict[Moment, EvalReport] = {
+        moment: rival for moment, rival in rivals.items() if isinstance(rival, EvalReport)
+    }
+    evaluated = Measured(objects, reports, after) if isinstance(after, EvalReport) else None
+    return tuple(judge_guards(config.guards, evaluated, guarded, divergences))
+
+
 def _precisions(objects: ObjectStore, evaluated: Mapping[str, Evaluated], backend: BackendConfig) -> str | None:
     found = {moment: precision_of(objects, of.model, backend) for moment, of in evaluated.items()}
     known = [f"{moment} {text}" for moment, text in found.items() if text is not None]
@@ -100,37 +167,3 @@ def precision_of(objects: ObjectStore, model: ContentId, backend: BackendConfig)
     if computed is None:  # such as of an endpoint, whose weights are its own
         return None
     return f"{stored} weights, computed in {computed}" if stored else f"computed in {computed}"
-
-
-def _judge(
-    objects: ObjectStore,
-    rivals: dict[Moment, Evaluated],
-    after: Evaluated,
-    config: PromotionConfig,
-    guarded: Sequence[GuardReports],
-    divergences: Sequence[Divergence],
-) -> tuple[GuardFinding, ...]:
-    """What the guards say. Raises ConfigError where one has nothing to look at."""
-    own = {reports.guard: reports for reports in guarded}
-    main: dict[Moment, EvalReport] = {
-        moment: rival for moment, rival in rivals.items() if isinstance(rival, EvalReport)
-    }
-    from_rival = {item.rival: item for item in divergences if item.model == after.model}
-    found: list[GuardFinding] = []
-    for number, guard in enumerate(config.guards):
-        if isinstance(guard, KLGuard) and all(rival.model in from_rival for rival in main.values()):
-            found += [judge_kl(guard, moment, from_rival[rival.model]) for moment, rival in main.items()]
-        elif isinstance(guard, KLGuard):
-            raise ConfigError(f"promotion.guards.{number} (kl) has no KL divergence to look at; measure it first")
-        elif guard.kind in OWN_REPORTS and number in own:
-            looked_at = own[number]
-            latest: dict[Moment, EvalReport] = {} if looked_at.latest is None else {"latest": looked_at.latest}
-            found += judge_guard(objects, guard, {"before": looked_at.before, **latest}, looked_at.after)
-        elif guard.kind not in OWN_REPORTS and isinstance(after, EvalReport):
-            found += judge_guard(objects, guard, main, after)
-        else:
-            raise ConfigError(
-                f"promotion.guards.{number} ({guard.kind}) has no evaluation to look at; evaluate what it names, or "
-                "leave it out"
-            )
-    return tuple(found)

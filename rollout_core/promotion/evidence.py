@@ -1,37 +1,25 @@
 """Evidence for a promotion: the new model against each rival on the same held-out prompts, and the guards.
 
-`rewards_by_prompt` reads what an evaluation filed, `compare` and `judge_guard` measure, `Evidence.objections` decides.
+`rewards_by_prompt` reads what an evaluation filed, `compare` and `guards.judge_guards` measure, `Evidence.objections`
+decides.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.config.promotion import (
-    MIN_PROMPTS,
-    ROUNDING,
-    FinishGuard,
-    KLGuard,
-    LengthGuard,
-    PromotionConfig,
-    PromptsGuard,
-    RewardGuard,
-)
-from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.config.promotion import MIN_PROMPTS, PromotionConfig
+from rollout_core.data.samples import decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, EvalReport, Record
 from rollout_core.promotion.bootstrap import paired_gain
+from rollout_core.promotion.guards import GuardFinding, Moment
 
 SHOWN_CONFIDENCE = 0.95
 """Of intervals that nobody asked for."""
-
-Moment = Literal["before", "latest"]
-"""Who a rival is: the model that the run started from, or the one that is latest now."""
 
 
 class Comparison(Record):
@@ -75,42 +63,6 @@ class Comparison(Record):
         return f"against {rival} ({self.rival.short}): {self.rewards}, {self.interval} (paired bootstrap)"
 
 
-class GuardFinding(Record):
-    """What a guard found."""
-
-    kind: str
-    passed: bool
-    line: str
-    """For people: what was measured and what is allowed."""
-
-
-class GuardReports(Record):
-    """Evaluations that a guard looks at: those of its own prompts, or of its own reward."""
-
-    guard: int
-    """Its place in the configuration."""
-    before: EvalReport
-    latest: EvalReport | None
-    after: EvalReport
-
-
-class Divergence(Record):
-    """How far the new model's distribution is from a rival's on its own held-out completions.
-
-    Means over their tokens, nats a token, as of `rollout_core.algorithms.divergence.MeanKL`; None where the two do not
-    read the same token ids, for the reason that ``problem`` gives.
-    """
-
-    model: ContentId
-    rival: ContentId
-    num_tokens: int
-    num_completions: int
-    exact: float | None = None
-    k1: float | None = None
-    k3: float | None = None
-    problem: str | None = None
-
-
 class Evidence(Record):
     """What a promotion was decided by."""
 
@@ -126,6 +78,21 @@ class Evidence(Record):
         guards = [f"guard {'passed' if item.passed else 'refused'}: {item.line}" for item in self.guards]
         precision = [] if self.precision is None else [self.precision]
         return [*(item.line for item in self.comparisons), *precision, *guards]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The comparisons as a table, for people."""
+        return [
+            {
+                "against": f"{item.moment} {item.rival.short}",
+                "before": round(item.mean_before, 4),
+                "after": round(item.mean_after, 4),
+                "gain": round(item.gain, 4),
+                "interval": f"{item.lower:.4f} to {item.upper:.4f} ({item.confidence:.4g})",
+                "prompts": item.num_prompts,
+            }
+            for item in self.comparisons
+        ]
 
     def objections(self, config: PromotionConfig) -> list[str]:
         """Why the model is not to be promoted; none where it is."""
@@ -205,105 +172,4 @@ def compare(
         upper=found.upper,
         confidence=confidence,
         num_unscored=len(rewards_before) - found.num_prompts,
-    )
-
-
-def judge_kl(guard: KLGuard, moment: Moment, found: Divergence) -> GuardFinding:
-    """What a guard says of how far the new model is from a rival."""
-    rival = f"the {'model before' if moment == 'before' else 'latest model'} ({found.rival.short})"
-    value: float | None = getattr(found, guard.estimator)
-    if value is None:
-        line = f"no KL divergence from {rival} can be had: {found.problem}"
-        return GuardFinding(kind=guard.kind, passed=False, line=line)
-    per_completion = value * found.num_tokens / max(1, found.num_completions)
-    line = (
-        f"KL divergence from {rival} {value:.4g} nats a token ({guard.estimator}; {per_completion:.4g} a completion) "
-        f"over {found.num_tokens} held-out tokens, at most {guard.max_kl:g} is allowed"
-    )
-    passed = value <= guard.max_kl or math.isclose(value, guard.max_kl, abs_tol=ROUNDING)
-    return GuardFinding(kind=guard.kind, passed=passed, line=line)
-
-
-def judge_guard(
-    objects: ObjectStore,
-    guard: LengthGuard | FinishGuard | RewardGuard | PromptsGuard,
-    rivals: Mapping[Moment, EvalReport],
-    after: EvalReport,
-) -> list[GuardFinding]:
-    """What a guard says of the new model, against each rival. The reports are those of what the guard looks at."""
-    if isinstance(guard, LengthGuard):
-        return [_judge_length(guard, moment, rival, after) for moment, rival in rivals.items()]
-    if isinstance(guard, FinishGuard):
-        share = _truncated(objects, after)
-        line = f"{share:.1%} of completions are cut at max_tokens, at most {guard.max_truncated:.1%} may be"
-        return [GuardFinding(kind=guard.kind, passed=share <= guard.max_truncated, line=line)]
-    found = [_judge_drop(guard, moment, rival, after) for moment, rival in rivals.items()]
-    if isinstance(guard, PromptsGuard) and guard.floor is not None:
-        line = f"mean reward {after.mean_reward:.4f} on {_what(guard)}, at least {guard.floor:g} is asked for"
-        found.append(GuardFinding(kind=guard.kind, passed=after.mean_reward >= guard.floor, line=line))
-    return found
-
-
-def _judge_length(guard: LengthGuard, moment: Moment, rival: EvalReport, after: EvalReport) -> GuardFinding:
-    old, new = (report.num_tokens / max(1, report.num_samples) for report in (rival, after))
-    line = f"mean completion {old:.1f} ({moment}) -> {new:.1f} tokens, may grow by {guard.max_growth:.0%}"
-    return GuardFinding(kind=guard.kind, passed=new <= old * (1 + guard.max_growth), line=line)
-
-
-def _judge_drop(
-    guard: RewardGuard | PromptsGuard, moment: Moment, rival: EvalReport, after: EvalReport
-) -> GuardFinding:
-    drop = rival.mean_reward - after.mean_reward
-    passed = drop <= guard.max_drop or math.isclose(drop, guard.max_drop, abs_tol=ROUNDING)
-    line = (
-        f"mean reward {rival.mean_reward:.4f} ({moment}) -> {after.mean_reward:.4f} on {_what(guard)}, may fall by "
-        f"{guard.max_drop:g}"
-    )
-    return GuardFinding(kind=guard.kind, passed=passed, line=line)
-
-
-def _what(guard: RewardGuard | PromptsGuard) -> str:
-    if isinstance(guard, PromptsGuard):
-        return f"the prompts {guard.prompts.address}"
-    return f"the held-out prompts by the reward {guard.reward.kind}"
-
-
-def _truncated(objects: ObjectStore, report: EvalReport) -> float:
-    rows = decode_completions_blob(objects.get_bytes(report.completions))
-    return sum(row.finish_reason == "length" for row in rows) / max(1, len(rows))
-
-
-@dataclass(frozen=True)
-class PolicyRewards:
-    """What one model of a run on policy earned."""
-
-    iteration: int
-    """From 1: the one whose completions it drew."""
-    model: ContentId
-    training: float
-    """Mean reward of these completions."""
-    held_out: float
-    """Mean reward of its completions of held-out prompts."""
-
-
-def reward_hacking(found: Sequence[PolicyRewards], *, max_fall: float, evaluations: int) -> str | None:
-    """What speaks for reward hacking: the last ``evaluations`` of ``found`` have each, against the best held-out reward
-    before them, a higher training reward and a held-out reward lower by more than ``max_fall``. None where they have
-    not. As in Gao, Schulman and Hilton, arXiv:2210.10760, figure 1: the proxy rises on while the gold reward falls.
-    """
-    in_a_row = 0
-    best = found[0]
-    for point in found:
-        hacks = point.training > best.training and point.held_out < best.held_out - max_fall
-        in_a_row = in_a_row + 1 if hacks else 0
-        if point.held_out > best.held_out:
-            best = point
-    if in_a_row < evaluations:
-        return None
-    seen = "; ".join(f"{point.iteration}: {point.training:.4g}, {point.held_out:.4g}" for point in found)
-    return (
-        f"in the last {in_a_row} evaluations the training reward is above that of iteration {best.iteration} "
-        f"({best.training:.4g}), whose held-out reward was the best ({best.held_out:.4g}, model {best.model}), and the "
-        f"held-out reward is lower than that by more than {max_fall:g}. Training and held-out reward by iteration: "
-        f"{seen}"
     )

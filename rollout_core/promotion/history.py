@@ -13,7 +13,7 @@ import fcntl
 import getpass
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -30,6 +30,7 @@ from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_folder_id, complete_id, is_folder
 from rollout_core.objects.files import PROMOTION_REFS
+from rollout_core.objects.records import Record
 from rollout_core.objects.retention.unstored import why_not_stored
 from rollout_core.promotion.evidence import Evidence
 from rollout_core.store import LLM, LightningStore, Resource
@@ -58,6 +59,14 @@ class Entry(BaseModel):
     at: AwareDatetime
     reason: str
     evidence: Evidence | None = None
+
+
+class Latest(Record):
+    """The model that the store's latest resources serve under a name."""
+
+    model: ContentId | None
+    """None also where its weights are gone, so that nothing can be compared with it."""
+    served: ContentId | None
 
 
 @dataclass(frozen=True)
@@ -90,15 +99,6 @@ def resources_with_history(objects: ObjectStore) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def histories(objects: ObjectStore) -> list[list[tuple[str, ContentId]]]:
-    """Refs of the entries of each resource's history, the oldest first, with the model that each made the latest: what
-    housekeeping keeps the newest of."""
-    return [
-        [(ref, entry.model) for ref, entry in entries_by_ref(objects, resource)]
-        for resource in resources_with_history(objects)
-    ]
-
-
 def history_of(objects: ObjectStore, resource: str, *, last: int = 0) -> list[Entry]:
     """All entries, or the ``last`` ones, the oldest first. One that cannot be read is left out, with a warning."""
     return [entry for _, entry in entries_by_ref(objects, resource, last=last)]
@@ -117,6 +117,15 @@ def entries_by_ref(objects: ObjectStore, resource: str, *, last: int = 0) -> lis
 
     found = objects.in_parallel(read, objects.ref_names(_folder(resource))[-last:])
     return [entry for entry in found if entry is not None]
+
+
+def histories(objects: ObjectStore) -> list[list[tuple[str, ContentId]]]:
+    """Refs of the entries of each resource's history, the oldest first, with the model that each made the latest: what
+    housekeeping keeps the newest of."""
+    return [
+        [(ref, entry.model) for ref, entry in entries_by_ref(objects, resource)]
+        for resource in resources_with_history(objects)
+    ]
 
 
 def withdrawn(entries: Sequence[Entry], model: ContentId) -> Entry | None:
@@ -163,6 +172,35 @@ async def served_model(store: LightningStore, objects: ObjectStore, resource: st
         return _model_of(known[resource])
     entry = await asyncio.to_thread(_last, objects, resource)
     return None if entry is None else entry.model
+
+
+async def find_latest(
+    store: LightningStore, objects: ObjectStore, resource: str, *, warn: Callable[[str], None]
+) -> Latest:
+    """The latest model and whether it can be evaluated, after `adopt_history`. ``warn`` gets a line where that made a
+    model the latest, and where weights are gone."""
+    entry = await adopt_history(store, objects, resource)
+    if entry is not None:
+        warn(
+            f"the database knows no {resource!r}; by the history in object storage {entry.model.short} became the "
+            f"latest at {entry.at:%Y-%m-%d %H:%M} UTC, and is so here as well"
+        )
+    served = await served_model(store, objects, resource)
+    found = _with_weights(objects, served)
+    if found.model != served:
+        warn(f"the latest {resource!r}, {served}, is not in the object store any more; not compared")
+    return found
+
+
+def latest_by_history(objects: ObjectStore, resource: str) -> Latest:
+    """`find_latest` without a database."""
+    entries = history_of(objects, resource, last=1)
+    return _with_weights(objects, entries[-1].model if entries else None)
+
+
+def _with_weights(objects: ObjectStore, served: ContentId | None) -> Latest:
+    is_there = served is not None and objects.tree_is_present(served)
+    return Latest(model=served if is_there else None, served=served)
 
 
 async def adopt_history(store: LightningStore, objects: ObjectStore, resource: str) -> Entry | None:
@@ -276,8 +314,10 @@ async def roll_back(
     by: str,
     reason: str = "",
     instead_of: Served = "whatever",
+    once: bool = False,
 ) -> Entry:
-    """Serve again what was latest before, or the model ``to`` of the history (its id, or the first digits).
+    """Serve again what was latest before, or the model ``to`` of the history (its id, or the first digits). ``once``:
+    where ``by`` has gone back last and that is in force, nothing more is done.
 
     Raises NotFound where there is nothing to go back to or its weights are gone, ConfigError for ``to`` that is no id,
     LatestChanged where something else than ``instead_of`` is served.
@@ -285,6 +325,9 @@ async def roll_back(
     async with _alone(objects):
         entries = history_of(objects, resource)
         served = await _served_or_adopted(store, objects, resource)
+        last = entries[-1] if entries else None
+        if once and last is not None and (last.action, last.by, last.model) == ("rollback", by, served):
+            return last
         if instead_of not in ("whatever", served):
             raise LatestChanged(resource, instead_of, served)
         target = model_to_go_back_to(entries, resource, served) if to is None else _named(entries, resource, to)

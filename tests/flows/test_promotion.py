@@ -249,6 +249,7 @@ def test_a_question_whose_run_crashed_for_good_is_not_taken_for_an_answer(prefec
 
     from flows import candidate
     from rollout_core.base.errors import RolloutError
+    from tasks.runtime import suspension
 
     @flow
     def asks() -> None: ...
@@ -258,7 +259,7 @@ def test_a_question_whose_run_crashed_for_good_is_not_taken_for_an_answer(prefec
             return candidate._decide_for(client.create_flow_run(asks, state=state).id, 1.0, "promote").message
 
     assert ended(Completed()) == ended(Cancelled()) == "somebody has decided"
-    monkeypatch.setattr(candidate, "_GIVEN_UP_SECONDS", 0.5)
-    monkeypatch.setattr(candidate, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(suspension, "_GIVEN_UP_SECONDS", 0.5)
+    monkeypatch.setattr(suspension, "_LOOK_SECONDS", 0.1)
     with pytest.raises(RolloutError, match="ended Crashed, and nobody has decided: `prefect flow-run retry"):
         ended(Crashed())

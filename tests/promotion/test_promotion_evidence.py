@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -22,19 +23,11 @@ from rollout_core.config import (
     RewardGuard,
     parse_config,
 )
+from rollout_core.config.promotion import Guard
 from rollout_core.objects import ObjectStore
 from rollout_core.promotion.bootstrap import paired_gain
-from rollout_core.promotion.evidence import (
-    Divergence,
-    Evidence,
-    GuardFinding,
-    PolicyRewards,
-    compare,
-    judge_guard,
-    judge_kl,
-    reward_hacking,
-    rewards_by_prompt,
-)
+from rollout_core.promotion.evidence import Evidence, compare, rewards_by_prompt
+from rollout_core.promotion.guards import GUARDS, Divergence, GuardFinding, Measured, Moment, judge_guard
 from tests.support.evaluations import evaluation
 
 SOME = hash_bytes(b"some")
@@ -216,7 +209,7 @@ def test_guards_refuse_what_the_reward_does_not_see(objects):
     new = evaluation(objects, hash_bytes(b"new"), ("a", 0.9, 16, "length"), ("b", 0.4, 8, "stop"))
 
     def judge(guard) -> list[GuardFinding]:
-        return judge_guard(objects, guard, {"before": old}, new)
+        return judge_guard(guard, Measured(objects, {"before": old}, new))
 
     [length] = judge(LengthGuard(kind="length", max_growth=0.2))
     assert length.passed and length.line == "mean completion 10.0 (before) -> 12.0 tokens, may grow by 20%"
@@ -226,7 +219,8 @@ def test_guards_refuse_what_the_reward_does_not_see(objects):
     assert judge(FinishGuard(kind="finish", max_truncated=0.5))[0].passed
     reward = {"kind": "exact_match"}
     assert judge(RewardGuard(kind="reward", reward=reward))[0].passed  # pyright: ignore[reportArgumentType]
-    swapped = judge_guard(objects, RewardGuard(kind="reward", reward=reward, max_drop=0.1), {"latest": new}, old)  # pyright: ignore[reportArgumentType]
+    guard = RewardGuard(kind="reward", reward=reward, max_drop=0.1)  # pyright: ignore[reportArgumentType]
+    swapped = judge_guard(guard, Measured(objects, {"latest": new}, old))
     assert not swapped[0].passed and "0.6500 (latest) -> 0.5000" in swapped[0].line
     regression = PromptsGuard(kind="prompts", prompts={"path": "other.jsonl"}, floor=0.7)  # pyright: ignore[reportArgumentType]
     assert [(item.passed, item.line) for item in judge(regression)] == [
@@ -239,18 +233,24 @@ def test_a_guard_of_the_divergence_refuses_with_the_figure(objects):
     found = Divergence(
         model=hash_bytes(b"new"), rival=SOME, num_tokens=40, num_completions=8, exact=0.05, k1=0.0625, k3=0.03
     )
-    finding = judge_kl(KLGuard(kind="kl", max_kl=0.05), "before", found)
+    new = evaluation(objects, hash_bytes(b"new"), ("a", 0.5, 5, "stop"))
+
+    def judge(guard: KLGuard, moment: Moment, found: Divergence) -> GuardFinding:
+        [finding] = judge_guard(guard, Measured(objects, {}, new, {moment: found}))
+        return finding
+
+    finding = judge(KLGuard(kind="kl", max_kl=0.05), "before", found)
     assert finding.passed and finding.line == (
         f"KL divergence from the model before ({SOME.short}) 0.05 nats a token (exact; 0.25 a completion) over 40 "
         "held-out tokens, at most 0.05 is allowed"
     )
-    refused = judge_kl(KLGuard(kind="kl", max_kl=0.05, estimator="k1"), "latest", found)
+    refused = judge(KLGuard(kind="kl", max_kl=0.05, estimator="k1"), "latest", found)
     assert (
         not refused.passed and "from the latest model" in refused.line and "0.0625 nats a token (k1; " in refused.line
     )
-    assert judge_kl(KLGuard(kind="kl", max_kl=0.05, estimator="k3"), "latest", found).passed
+    assert judge(KLGuard(kind="kl", max_kl=0.05, estimator="k3"), "latest", found).passed
     unlike = Divergence(model=hash_bytes(b"new"), rival=SOME, num_tokens=40, num_completions=8, problem="other tokens")
-    refused = judge_kl(KLGuard(kind="kl", max_kl=9.0), "latest", unlike)
+    refused = judge(KLGuard(kind="kl", max_kl=9.0), "latest", unlike)
     assert not refused.passed and refused.line.endswith("can be had: other tokens")
 
 
@@ -267,22 +267,6 @@ def test_a_guard_that_fails_keeps_a_model_from_promotion_and_is_told():
     ]
 
 
-@pytest.mark.parametrize(
-    ("pairs", "is_hacked"),
-    [
-        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.5), (0.4, 0.4)], True),
-        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.5)], False),  # once
-        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.5), (0.4, 0.6)], False),  # it came back
-        ([(0.1, 0.5), (0.2, 0.6), (0.1, 0.5), (0.1, 0.4)], False),  # both fell
-        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.57), (0.4, 0.56)], False),  # within the bound
-        ([(0.3, 0.6), (0.4, 0.5), (0.5, 0.7), (0.6, 0.6)], False),  # against the best so far, once
-        ([(0.1, 0.6)], False),
-    ],
-)
-def test_a_reward_is_hacked_where_it_rises_while_another_falls(pairs, is_hacked):
-    found = [PolicyRewards(number, SOME, *pair) for number, pair in enumerate(pairs, start=1)]
-    told = reward_hacking(found, max_fall=0.05, evaluations=2)
-    assert (told is not None) == is_hacked
-    if told is not None:
-        assert told.startswith("in the last 2 evaluations the training reward is above that of iteration 2 (0.2)")
-        assert "3: 0.3, 0.5; 4: 0.4, 0.4" in told and SOME in told
+def test_every_guard_of_the_configuration_has_a_row():
+    kinds = {guard: get_args(guard.model_fields["kind"].annotation) for guard in get_args(Guard)}
+    assert kinds == {row.settings: (kind,) for kind, row in GUARDS.items()}

@@ -14,7 +14,7 @@ from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import PromotionConfig, Run, RunInfo
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, EvalReport
-from rollout_core.promotion.evidence import GuardReports
+from rollout_core.promotion.guards import GuardReports
 from rollout_core.store import LLM
 from tests.support.evaluations import evaluation
 from tests.support.task_runs import ended_task_runs

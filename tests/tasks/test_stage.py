@@ -192,7 +192,7 @@ def test_a_task_run_is_called_by_stage_and_label_also_when_retried_or_cached(sta
 
 def test_the_key_of_a_call_is_that_of_earlier_versions_whatever_its_task_run_is_called(prefect_server):
     """As `snapshot` had it when task runs were not named yet: what was cached then is cached now."""
-    from tasks.promotion import snapshot
+    from tasks.checkpoints import snapshot
 
     content = hash_bytes(b"c")
     made = Checkpoint(model=content, train_state=content, metrics=content, algorithm="ppo", step=1, summary={})

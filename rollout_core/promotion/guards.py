@@ -1,0 +1,209 @@
+"""Guards of a promotion: what each looks at, and what it finds in a new model.
+
+A guard is a settings class in `rollout_core.config.promotion`, and here a function that judges and a row of `GUARDS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.config.promotion import (
+    ROUNDING,
+    FinishGuard,
+    Guard,
+    KLGuard,
+    LengthGuard,
+    PromptsGuard,
+    RewardGuard,
+)
+from rollout_core.data.samples import decode_completions_blob
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import EvalReport, Record
+
+Moment = Literal["before", "latest"]
+"""Which rival: the model that the run started from, or the one that is latest now."""
+Subject = Literal["held-out evaluation", "own reward", "own prompts", "divergence"]
+"""What a guard looks at: the evaluation that decides about the promotion; the same completions by a reward of the
+guard's own; an evaluation on prompts of its own; the KL divergence from each rival."""
+Judged = Iterable[tuple[bool, str]]
+"""Whether the guard lets the model pass, and for people: what was measured and what is allowed."""
+
+
+class GuardFinding(Record):
+    """What a guard found."""
+
+    kind: str
+    passed: bool
+    line: str
+    """For people: what was measured and what is allowed."""
+
+
+class GuardReports(Record):
+    """Evaluations that a guard looks at: those of its own prompts, or of its own reward."""
+
+    guard: int
+    """Its place in the configuration."""
+    before: EvalReport
+    latest: EvalReport | None
+    after: EvalReport
+
+
+class Divergence(Record):
+    """How far the new model's distribution is from a rival's on its own held-out completions.
+
+    Means over their tokens, nats a token, as of `rollout_core.algorithms.divergence.MeanKL`; None where the two do not
+    read the same token ids, for the reason that ``problem`` gives.
+    """
+
+    model: ContentId
+    rival: ContentId
+    num_tokens: int
+    num_completions: int
+    exact: float | None = None
+    k1: float | None = None
+    k3: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a guard looks at."""
+
+    objects: ObjectStore
+    rivals: Mapping[Moment, EvalReport]
+    after: EvalReport
+    divergences: Mapping[Moment, Divergence] = field(default_factory=dict)
+    """From each rival, of a guard whose subject it is."""
+
+
+@dataclass(frozen=True)
+class GuardKind:
+    """A row of `GUARDS`."""
+
+    settings: type[Guard]
+    """With its thresholds."""
+    looks_at: Subject
+    judge: Callable[[Any, Measured], Judged]
+    """Of the settings."""
+
+
+def _length(guard: LengthGuard, found: Measured) -> Judged:
+    new = found.after.num_tokens / max(1, found.after.num_samples)
+    for moment, rival in found.rivals.items():
+        old = rival.num_tokens / max(1, rival.num_samples)
+        line = f"mean completion {old:.1f} ({moment}) -> {new:.1f} tokens, may grow by {guard.max_growth:.0%}"
+        yield new <= old * (1 + guard.max_growth), line
+
+
+def _finish(guard: FinishGuard, found: Measured) -> Judged:
+    rows = decode_completions_blob(found.objects.get_bytes(found.after.completions))
+    share = sum(row.finish_reason == "length" for row in rows) / max(1, len(rows))
+    line = f"{share:.1%} of completions are cut at max_tokens, at most {guard.max_truncated:.1%} may be"
+    yield share <= guard.max_truncated, line
+
+
+def _reward(guard: RewardGuard, found: Measured) -> Judged:
+    yield from _drop(guard.max_drop, f"the held-out prompts by the reward {guard.reward.kind}", found)
+
+
+def _prompts(guard: PromptsGuard, found: Measured) -> Judged:
+    what, mean = f"the prompts {guard.prompts.address}", found.after.mean_reward
+    yield from _drop(guard.max_drop, what, found)
+    if guard.floor is not None:
+        yield mean >= guard.floor, f"mean reward {mean:.4f} on {what}, at least {guard.floor:g} is asked for"
+
+
+def _drop(max_drop: float, what: str, found: Measured) -> Judged:
+    for moment, rival in found.rivals.items():
+        line = f"mean reward {rival.mean_reward:.4f} ({moment}) -> {found.after.mean_reward:.4f} on {what}"
+        yield _at_most(rival.mean_reward - found.after.mean_reward, max_drop), f"{line}, may fall by {max_drop:g}"
+
+
+def _kl(guard: KLGuard, found: Measured) -> Judged:
+    for moment, apart in found.divergences.items():
+        rival = f"the {'model before' if moment == 'before' else 'latest model'} ({apart.rival.short})"
+        value: float | None = getattr(apart, guard.estimator)
+        if value is None:
+            yield False, f"no KL divergence from {rival} can be had: {apart.problem}"
+            continue
+        per_completion = value * apart.num_tokens / max(1, apart.num_completions)
+        yield (
+            _at_most(value, guard.max_kl),
+            f"KL divergence from {rival} {value:.4g} nats a token ({guard.estimator}; {per_completion:.4g} a "
+            f"completion) over {apart.num_tokens} held-out tokens, at most {guard.max_kl:g} is allowed",
+        )
+
+
+def _at_most(value: float, bound: float) -> bool:
+    return value <= bound or math.isclose(value, bound, abs_tol=ROUNDING)
+
+
+GUARDS: Mapping[str, GuardKind] = {
+    "length": GuardKind(LengthGuard, "held-out evaluation", _length),
+    "finish": GuardKind(FinishGuard, "held-out evaluation", _finish),
+    "reward": GuardKind(RewardGuard, "own reward", _reward),
+    "prompts": GuardKind(PromptsGuard, "own prompts", _prompts),
+    "kl": GuardKind(KLGuard, "divergence", _kl),
+}
+"""By ``kind`` of the settings."""
+
+
+def subject_of(guard: Guard) -> Subject:
+    """What a guard looks at."""
+    return GUARDS[guard.kind].looks_at
+
+
+def judge_guard(guard: Guard, found: Measured) -> list[GuardFinding]:
+    """What a guard says of the new model, against each rival; ``found`` has what it looks at."""
+    judged = GUARDS[guard.kind].judge(guard, found)
+    return [GuardFinding(kind=guard.kind, passed=passed, line=line) for passed, line in judged]
+
+
+def judge_guards(
+    guards: Sequence[Guard],
+    evaluated: Measured | None,
+    reports: Sequence[GuardReports],
+    divergences: Sequence[Divergence],
+) -> list[GuardFinding]:
+    """What all guards say. ``evaluated``: the evaluation that decides about the promotion, None where it has no
+    completions; ``reports``: those that guards look at besides; ``divergences``: from each rival.
+
+    Raises ConfigError where one has nothing to look at.
+    """
+    own = {item.guard: item for item in reports}
+    found: list[GuardFinding] = []
+    for number, guard in enumerate(guards):
+        subject = subject_of(guard)
+        if subject in ("own reward", "own prompts"):
+            looked_at = None if evaluated is None or number not in own else _of_reports(evaluated.objects, own[number])
+        elif subject == "divergence" and evaluated is not None:
+            looked_at = _with_divergences(evaluated, divergences)
+        else:
+            looked_at = evaluated
+        if looked_at is None:
+            what = "KL divergence" if subject == "divergence" else "evaluation"
+            raise ConfigError(
+                f"promotion.guards.{number} ({guard.kind}) has no {what} to look at; measure it first, or leave the "
+                "guard out"
+            )
+        found += judge_guard(guard, looked_at)
+    return found
+
+
+def _of_reports(objects: ObjectStore, reports: GuardReports) -> Measured:
+    latest: dict[Moment, EvalReport] = {} if reports.latest is None else {"latest": reports.latest}
+    return Measured(objects, {"before": reports.before, **latest}, reports.after)
+
+
+def _with_divergences(evaluated: Measured, divergences: Sequence[Divergence]) -> Measured | None:
+    """None where that from a rival was not measured."""
+    from_rival = {item.rival: item for item in divergences if item.model == evaluated.after.model}
+    if any(rival.model not in from_rival for rival in evaluated.rivals.values()):
+        return None
+    measured: dict[Moment, Divergence] = {moment: from_rival[rival.model] for moment, rival in evaluated.rivals.items()}
+    return replace(evaluated, divergences=measured)
