@@ -39,10 +39,10 @@ from tasks.runtime.report import (
     Curve,
     capitalized,
     curves_of_iterations,
-    evidence_list,
     page,
     shown_curve,
     stages_section,
+    verdict,
 )
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.stage import retry
@@ -113,8 +113,8 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
         rival = evaluate(latest, "latest") if latest is not None and latest not in (model, final) else None
         promotion = promote(before, rival, after, config.promotion, instead_of=seen.served, backend=config.backend)
         end_of_stages()
-        verdict = reason_of(promotion, seen.served, config.run.name, config.promotion)
-        promotion = promotion.model_copy(update={"reason": verdict})
+        reason = reason_of(promotion, seen.served, config.run.name, config.promotion)
+        promotion = promotion.model_copy(update={"reason": reason})
     end_of_stages()
     held_out_rewards = {
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
@@ -245,7 +245,7 @@ def _report(
     )
     body = f"""<p>Agent <code>{html.escape(config.agent.function)}</code>, model
 <code>{model}</code>.</p>
-{_verdict(promotion)}
+{"" if promotion is None else verdict(promotion)}
 <div class="figures">{figures}</div>
 <div class="curves">{images}</div>
 {traces}
@@ -259,15 +259,6 @@ def _report(
         pictures=shown_curve(objects(), config.run.name, curves[0]),
     )
     return folder
-
-
-def _verdict(promotion: Promotion | None) -> str:
-    """Whether the new model became the latest, and why."""
-    if promotion is None:
-        return ""
-    verdict = "promoted" if promotion.promoted else "not promoted"
-    evidence = evidence_list(() if promotion.evidence is None else promotion.evidence.lines)
-    return f"<p><b>{verdict}</b> ({html.escape(promotion.reason)}).</p>{evidence}"
 
 
 def _traces_section(before: AgentRollouts, after: AgentRollouts) -> str:

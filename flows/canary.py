@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from prefect import flow
 
-from flows.nightly_steps import evaluate_held_out, judge_of
+from flows.evaluation import evaluate_held_out, judge_of
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config

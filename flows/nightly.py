@@ -8,22 +8,15 @@ from typing import Any, TypedDict, cast
 
 from prefect import flow
 
-from flows.learning import learn_from_rows
-from flows.nightly_steps import (
-    algorithm_of,
-    divergences,
-    evaluate_held_out,
-    guard_reports,
-    judge_of,
-    learn,
-)
+from flows.evaluation import Judge, divergences, evaluate_held_out, guard_reports, judge_of
+from flows.learning import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
+from rollout_core.config.rewards import ModelReward
 from rollout_core.inference.engines import close_engine
-from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
-from rollout_core.promotion.decision import precision_of
 from rollout_core.rewards.kept import close_rewards
+from rollout_core.rewards.source_ids import source_id
 from tasks.approval import reason_of
 from tasks.checkpoints import in_base_precision
 from tasks.imports import import_model, import_prompts, import_sft
@@ -33,11 +26,9 @@ from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
 from tasks.runtime.kept_states import keeping
-from tasks.runtime.nightly_report import Report, compare_samples, outcome_of, write_report
-from tasks.runtime.report import figure_of_steps
+from tasks.runtime.nightly_report import Learned, Report, outcome_of, progress_of, write_report
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.scheduled_runs import skipped_for_newer
-from tasks.runtime.stage import retry
 
 
 class NightlyResult(TypedDict):
@@ -80,62 +71,79 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     rows = import_sft(config.sft.dataset).data
     held_out = import_prompts(config.evaluation.prompts, label="held out").data
     judge = judge_of(config.reward)
-
-    def held_out_reward(of: ContentId, label: str) -> EvalReport:
-        return evaluate_held_out(config, held_out, judge, of, label)
-
-    before = held_out_reward(model, "before")
+    evaluated = partial(evaluate_held_out, config, held_out, judge)
+    before = evaluated(model, "before")
     tuned = learn_from_rows(config, "sft", config.sft, model, rows=rows, snapshot_label="after SFT")
-    after_sft = held_out_reward(tuned.model, "after SFT")
-    learned = learn(config, tuned.model, judge)
-    final = in_base_precision(learned.checkpoint.model, model)
-    after_learning = f"after {algorithm_of(config)}"
-    after = held_out_reward(final, after_learning)
+    after_sft = evaluated(tuned.model, "after SFT")
+    learned = _learn(config, tuned.model, judge)
+    final = in_base_precision(learned.checkpoints[-1].model, model)
+    after_learning = f"after {learned.algorithm}"
+    after = evaluated(final, after_learning)
     seen = latest_model(config.promotion.resource)
-    latest = seen.model
     # Most often cached: last night's run evaluated it on the same prompts.
-    rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final) else None
-    guarded = guard_reports(config, judge, before, rival, after)
-    apart = divergences(config, before, rival, after)
+    rival = None if seen.model in (None, model, final) else evaluated(seen.model, "latest")
     promotion = promote(
         before,
         rival,
         after,
         config.promotion,
-        guarded=guarded,
-        divergences=apart,
+        guarded=guard_reports(config, judge, before, rival, after),
+        divergences=divergences(config, before, rival, after),
         instead_of=seen.served,
         backend=config.backend,
     )
     end_of_stages()
-    verdict = reason_of(promotion, seen.served, config.run.name, config.promotion, learned.progress.curve)
-
-    moments = {"before": before, "after SFT": after_sft, after_learning: after}
+    progress = progress_of(objects(), tuned, learned)
+    reason = reason_of(promotion, seen.served, config.run.name, config.promotion, progress.curve)
     report = Report(
         name=config.run.name,
-        held_out={moment: evaluation.mean_reward for moment, evaluation in moments.items()},
-        held_out_temperature=config.evaluation.sampling.temperature,
-        precision={
-            moment: retry(lambda of=evaluation.model: precision_of(objects(), of, config.backend))
-            for moment, evaluation in moments.items()
-        },
-        progress=learned.progress,
-        sft_losses=figure_of_steps(objects(), tuned, "loss"),
-        promotion=verdict,
-        promoted=promotion.promoted,
-        model=final,
+        evaluations={"before": before, "after SFT": after_sft, after_learning: after},
+        temperature=config.evaluation.sampling.temperature,
+        backend=config.backend,
+        progress=progress,
+        promotion=promotion.model_copy(update={"reason": reason}),
         stages=journal.entries,
-        samples=compare_samples(objects(), *moments.values()),
-        evidence=() if promotion.evidence is None else promotion.evidence.lines,
     )
     folder = write_report(report, working_folder() / config.report_dir, objects())
     journal.outcome = outcome_of(report, folder)
     return NightlyResult(
         model=final,
-        train_state=learned.checkpoint.train_state,
-        held_out=dict(report.held_out),
-        rewards=report.progress.curve.values if report.progress.temperature is not None else [],
+        train_state=learned.checkpoints[-1].train_state,
+        held_out=report.held_out,
+        rewards=progress.curve.values if progress.temperature is not None else [],
         promoted=promotion.promoted,
         report=str(folder),
         stages=[entry.row() for entry in journal.entries],
+    )
+
+
+def _learn(config: NightlyConfig, start: ContentId, judge: Judge) -> Learned:
+    """DPO; or PPO or GRPO, rewarded by ``judge`` or by a reward model that is trained first."""
+    if config.dpo is not None:
+        return Learned("DPO", [learn_from_rows(config, "dpo", config.dpo, start, start, snapshot_label="after DPO")])
+    settings = config.ppo or config.grpo
+    assert settings is not None, "validated"
+    rater = None
+    if config.rm is not None:
+        rater = learn_from_rows(config, "rm", config.rm, start, snapshot_label="reward model")
+        reward = ModelReward(model=rater.model)
+        judge = Judge(reward, source_id(reward))
+    iterations = policy_iterations(
+        start,
+        start,
+        import_prompts(settings.prompts, label="training").data,
+        settings,
+        config.backend,
+        judge.reward,
+        judge.source,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        run_name=config.run.name,
+    )
+    return Learned(
+        "GRPO" if config.ppo is None else "PPO",
+        [iteration.checkpoint for iteration in iterations],
+        [iteration.mean_reward for iteration in iterations],
+        temperature=settings.sampling.temperature,
+        reward_model=rater,
     )

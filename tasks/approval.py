@@ -9,7 +9,7 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import PromotionConfig
 from rollout_core.objects.records import BlobId, Record
 from rollout_core.promotion.candidates import Candidate, Decided, carry_out, file_candidate, read_candidate
-from rollout_core.promotion.decision import Promotion
+from rollout_core.promotion.evidence import Promotion
 from rollout_core.runs.decisions import note_decision
 from tasks.promotion import this_run
 from tasks.runtime import connections, events

@@ -7,8 +7,8 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, PromotionConfig
 from rollout_core.objects.records import Record
 from rollout_core.promotion import history
-from rollout_core.promotion.decision import Evaluated, Promotion, promote_if_accepted, weigh
-from rollout_core.promotion.evidence import Evidence
+from rollout_core.promotion.decision import Evaluated, promote_if_accepted, weigh
+from rollout_core.promotion.evidence import Evidence, Promotion
 from rollout_core.promotion.guards import Divergence, GuardReports, Moment
 from rollout_core.promotion.history import Latest
 from tasks.runtime import artifacts, connections, events

@@ -16,8 +16,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Record
 from rollout_core.objects.retention.garbage import CANDIDATE_REFS
 from rollout_core.promotion import history
-from rollout_core.promotion.decision import OpenStore, Promotion, withdrawal
-from rollout_core.promotion.evidence import Evidence
+from rollout_core.promotion.decision import OpenStore, withdrawal
+from rollout_core.promotion.evidence import Evidence, Promotion
 
 
 class Candidate(Record):

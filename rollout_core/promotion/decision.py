@@ -13,9 +13,9 @@ from rollout_core.config import BackendConfig, PromotionConfig
 from rollout_core.inference.engines import computed_dtype
 from rollout_core.models.precision import stored_dtype
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import AgentRollouts, EvalReport, Record
+from rollout_core.objects.records import AgentRollouts, EvalReport
 from rollout_core.promotion import history
-from rollout_core.promotion.evidence import Comparison, Evidence, compare, rewards_by_prompt
+from rollout_core.promotion.evidence import Comparison, Evidence, Promotion, compare, rewards_by_prompt
 from rollout_core.promotion.guards import (
     Divergence,
     GuardFinding,
@@ -29,22 +29,6 @@ from rollout_core.store import LightningStore
 Evaluated = EvalReport | AgentRollouts
 OpenStore = Callable[[], AbstractAsyncContextManager[LightningStore]]
 """The store of the latest resources, opened once something is to be looked up or changed there."""
-
-
-class Promotion(Record):
-    """Whether a checkpoint became the latest one."""
-
-    model: ContentId
-    promoted: bool
-    reason: str
-    evidence: Evidence | None = None
-    waits: bool = False
-    """The evidence is what was asked for, and a person is to decide."""
-
-    @property
-    def lines(self) -> list[str]:
-        """What it was decided by, for people."""
-        return [] if self.evidence is None else self.evidence.lines
 
 
 def weigh(

@@ -100,6 +100,22 @@ class Evidence(Record):
         return [*found, *(f"a guard refused it: {item.line}" for item in self.guards if not item.passed)]
 
 
+class Promotion(Record):
+    """Whether a checkpoint became the latest one."""
+
+    model: ContentId
+    promoted: bool
+    reason: str
+    evidence: Evidence | None = None
+    waits: bool = False
+    """The evidence is what was asked for, and a person is to decide."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What it was decided by, for people."""
+        return [] if self.evidence is None else self.evidence.lines
+
+
 def _objection(item: Comparison, config: PromotionConfig) -> str | None:
     if config.accepts(item.gain):
         return _uncertainty(item, config)

@@ -5,18 +5,32 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_core.base.ids import ContentId
+from rollout_core.config import BackendConfig
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import EvalReport
+from rollout_core.objects.records import Checkpoint, EvalReport
+from rollout_core.promotion.decision import precision_of
+from rollout_core.promotion.evidence import Promotion
 from rollout_core.runs.samples import shown_prompt
 from tasks.runtime import connections
 from tasks.runtime.journal import Outcome, StageEntry
-from tasks.runtime.report import PAGE, Curve, capitalized, evidence_list, page, picture, shown_curve, stages_section
+from tasks.runtime.report import (
+    PAGE,
+    Curve,
+    capitalized,
+    curves_of_iterations,
+    figure_of_steps,
+    page,
+    picture,
+    shown_curve,
+    stages_section,
+    verdict,
+)
 from tasks.runtime.stage import retry
 
 PROGRESS_PNG = "progress.png"
@@ -31,6 +45,21 @@ class SampleComparison:
     completions: tuple[str, ...]
     rewards: tuple[float | None, ...]
     """None where a completion has no score."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of the part after SFT."""
+
+    algorithm: str
+    """As people write it."""
+    checkpoints: Sequence[Checkpoint]
+    """Of each iteration; of DPO one."""
+    rewards: Sequence[float] = ()
+    """Mean reward, or score of the reward model, of each iteration."""
+    temperature: float | None = None
+    """At which the completions of the iterations were drawn."""
+    reward_model: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -49,21 +78,42 @@ class Report:
     """What a nightly run has to say."""
 
     name: str
-    held_out: Mapping[str, float]
-    """Mean held-out reward by moment, in order."""
-    held_out_temperature: float
+    evaluations: Mapping[str, EvalReport]
+    """Of held-out prompts by moment, in order, the trained model last."""
+    temperature: float
     """At which held-out completions were drawn."""
+    backend: BackendConfig
+    """That drew them."""
     progress: Progress
-    sft_losses: Sequence[float]
-    promotion: str
-    promoted: bool
-    model: ContentId
+    promotion: Promotion
     stages: Sequence[StageEntry]
-    samples: Sequence[SampleComparison]
-    evidence: Sequence[str] = ()
-    """Lines on what the promotion was decided by."""
-    precision: Mapping[str, str | None] = field(default_factory=dict)
-    """Of the weights behind a figure of ``held_out`` and of their engine, by moment; None where nothing is known."""
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """Mean held-out reward by moment."""
+        return {moment: evaluation.mean_reward for moment, evaluation in self.evaluations.items()}
+
+
+def progress_of(objects: ObjectStore, tuned: Checkpoint, learned: Learned) -> Progress:
+    """The curves of the part after SFT, and the loss of that, which came to ``tuned``."""
+    tuning = Curve("SFT loss", figure_of_steps(objects, tuned, "loss"), "optimizer step")
+    if learned.algorithm == "DPO":
+        margins, accuracies, losses = (
+            Curve(what, figure_of_steps(objects, learned.checkpoints[-1], name), "DPO step")
+            for what, name in (
+                ("margin of chosen over rejected", "rewards/margins"),
+                ("accuracy of the implicit reward", "rewards/accuracies"),
+                ("DPO loss", "loss"),
+            )
+        )
+        return Progress(margins, others=(accuracies, losses, tuning))
+    x_label, rater = f"{learned.algorithm} iteration", learned.reward_model
+    others = [*curves_of_iterations(objects, learned.checkpoints, x_label), tuning]
+    if rater is None:
+        return Progress(Curve("mean training reward", learned.rewards, x_label), learned.temperature, others)
+    accuracies = figure_of_steps(objects, rater, "rewards/accuracies")
+    curve = Curve("mean score of the reward model", learned.rewards, x_label)
+    return Progress(curve, others=[Curve("accuracy of the reward model", accuracies, "RM step"), *others])
 
 
 def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
@@ -96,60 +146,53 @@ def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleCo
 def outcome_of(report: Report, folder: Path) -> Outcome:
     """What the run's summary says of a report, which is in ``folder``."""
     return Outcome(
-        facts={"checkpoint": report.model, "report": str(folder)},
+        facts={"checkpoint": report.promotion.model, "report": str(folder)},
         held_out=report.held_out,
-        promoted=report.promoted,
-        reason=report.promotion,
+        promoted=report.promotion.promoted,
+        reason=report.promotion.reason,
         pictures=shown_curve(connections.objects(), report.name, report.progress.curve),
     )
 
 
-def write_report(report: Report, folder: Path, objects: ObjectStore | None = None) -> Path:
-    """Write page and curves into ``folder`` and return it. ``objects`` as of `picture`."""
+def write_report(report: Report, folder: Path, objects: ObjectStore) -> Path:
+    """Write page and curves into ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     curve, temperature = report.progress.curve, report.progress.temperature
     marks = report.held_out if temperature is not None else {}
     drawn = "" if temperature is None else f", completions drawn at temperature {temperature:g}"
     named = {
-        f"held out {moment} (temperature {report.held_out_temperature:g}): {value:.3f}": value
-        for moment, value in marks.items()
+        f"held out {moment} (temperature {report.temperature:g}): {value:.3f}": value for moment, value in marks.items()
     }
     title = f"{capitalized(curve.what)} per {curve.x_label}{drawn}"
     files = {PROGRESS_PNG: picture(objects, curve, title, named)}
-    for other in _others(report):
+    for other in report.progress.others:
         files[other.file_name] = picture(objects, other, f"{capitalized(other.what)} per {other.x_label}")
-    files[PAGE] = _page(report).encode()
+    files[PAGE] = _page(report, objects).encode()
     for name, data in files.items():
         LocalFolder(folder).replace(name, [data])
     return folder
 
 
-def _others(report: Report) -> list[Curve]:
-    return [*report.progress.others, Curve("SFT loss", report.sft_losses, "optimizer step")]
-
-
-def _page(report: Report) -> str:
+def _page(report: Report, objects: ObjectStore) -> str:
     moments = "".join(
-        f'<div class="figure"><b>{value:.3f}</b><span>held-out reward {html.escape(moment)}'
-        + (f"<br>{html.escape(precision)}" if (precision := report.precision.get(moment)) else "")
+        f'<div class="figure"><b>{evaluation.mean_reward:.3f}</b><span>held-out reward {html.escape(moment)}'
+        + (f"<br>{html.escape(precision)}" if (precision := _precision(report, objects, evaluation.model)) else "")
         + "</span></div>"
-        for moment, value in report.held_out.items()
+        for moment, evaluation in report.evaluations.items()
     )
     curves = "\n".join(
         f'<img src="{file}" alt="{html.escape(what)}">'
         for file, what in [
             (PROGRESS_PNG, report.progress.curve.what),
-            *((other.file_name, other.what) for other in _others(report)),
+            *((other.file_name, other.what) for other in report.progress.others),
         ]
     )
-    verdict = "promoted" if report.promoted else "not promoted"
-    body = f"""<p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
-{evidence_list(report.evidence)}
+    body = f"""{verdict(report.promotion, f"Checkpoint <code>{report.promotion.model}</code>: ")}
 <div class="figures">{moments}</div>
 {_temperatures(report)}
 <div class="curves">{curves}</div>
 <h2>Held-out prompts, before and after</h2>
-{_samples_table(report)}
+{_samples_table(report, objects)}
 {stages_section(report.stages)}"""
     return page(report.name, body)
 
@@ -157,19 +200,23 @@ def _page(report: Report) -> str:
 def _temperatures(report: Report) -> str:
     """Why the curve of the training reward and its marks are not one series."""
     temperature = report.progress.temperature
-    if temperature is None or temperature == report.held_out_temperature:
+    if temperature is None or temperature == report.temperature:
         return ""
     return (
         f"<p>Training reward is that of completions drawn at temperature {temperature:g}, held-out reward that of "
-        f"completions of other prompts drawn at temperature {report.held_out_temperature:g}. Compare each with itself "
+        f"completions of other prompts drawn at temperature {report.temperature:g}. Compare each with itself "
         "over time, not the one with the other.</p>"
     )
 
 
-def _samples_table(report: Report) -> str:
+def _precision(report: Report, objects: ObjectStore, model: ContentId) -> str | None:
+    return retry(lambda: precision_of(objects, model, report.backend))
+
+
+def _samples_table(report: Report, objects: ObjectStore) -> str:
     head = "".join(f"<th>{html.escape(moment)}</th>" for moment in report.held_out)
     rows = ""
-    for sample in report.samples:
+    for sample in compare_samples(objects, *report.evaluations.values()):
         cells = "".join(
             f'<td class="{"right" if (reward or 0) > 0 else "wrong"}"><code>{html.escape(text) or "&nbsp;"}</code> '
             f"({'no score' if reward is None else f'{reward:g}'})</td>"

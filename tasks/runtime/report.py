@@ -14,8 +14,8 @@ from importlib.metadata import version
 from rollout_core.base.ids import content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
+from rollout_core.promotion.evidence import Promotion
 from tasks.runtime.artifacts import draw_curve
-from tasks.runtime.dry_run import is_placeholder
 from tasks.runtime.journal import StageEntry
 from tasks.runtime.stage import retry
 
@@ -45,18 +45,17 @@ class Curve:
         return "-".join(self.what.partition(",")[0].lower().split()) + ".png"
 
 
-def picture(objects: ObjectStore | None, curve: Curve, title: str, marks: Mapping[str, float] | None = None) -> bytes:
+def picture(objects: ObjectStore, curve: Curve, title: str, marks: Mapping[str, float] | None = None) -> bytes:
     """PNG of a curve, with ``marks`` as of `draw_curve`; kept in ``objects``, where the same is not drawn twice."""
     # Not as canonical JSON, which has no NaN: losses may be.
     shown = json.dumps([curve.what, list(curve.values), curve.x_label, title, list((marks or {}).items())])
     ref = f"{_PICTURE_REFS}/{content_id('picture/2', [version('matplotlib'), shown])}"
-    kept = None if objects is None else retry(lambda: objects.cached_bytes(ref))
+    kept = retry(lambda: objects.cached_bytes(ref))
     if kept is not None:
         return kept
     drawn = io.BytesIO()
     draw_curve(drawn, {curve.what: curve.values}, title=title, x_label=curve.x_label, y_label=curve.what, marks=marks)
-    if objects is not None:
-        retry(lambda: objects.set_ref(ref, objects.put_bytes(drawn.getvalue())))
+    retry(lambda: objects.set_ref(ref, objects.put_bytes(drawn.getvalue())))
     return drawn.getvalue()
 
 
@@ -68,8 +67,6 @@ def shown_curve(objects: ObjectStore, name: str, curve: Curve) -> dict[str, byte
 
 def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
     """A figure of each optimizer step of an update; of steps that have none, nothing."""
-    if is_placeholder(checkpoint.metrics):
-        return []
     rows = map(json.loads, retry(lambda: objects.get_bytes(checkpoint.metrics)).splitlines())
     return [row[name] for row in rows if name in row]
 
@@ -105,10 +102,12 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 """
 
 
-def evidence_list(lines: Sequence[str]) -> str:
-    """What a promotion was decided by."""
-    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    return f"<p>Evidence:</p><ul>{items}</ul>" if items else ""
+def verdict(promotion: Promotion, of: str = "") -> str:
+    """Whether a model, which ``of`` names as HTML, became the latest, why, and what that was decided by."""
+    became = "promoted" if promotion.promoted else "not promoted"
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in promotion.lines)
+    evidence = f"<p>Evidence:</p><ul>{items}</ul>" if items else ""
+    return f"<p>{of}<b>{became}</b> ({html.escape(promotion.reason)}).</p>\n{evidence}"
 
 
 def stages_section(stages: Sequence[StageEntry]) -> str:

@@ -146,7 +146,7 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     assert computed <= {"import_model", "import_sft", "import_prompts"}, "a second run finds every stage cached"
     imported = set(re.findall(r"^import time: .*\| +([\w.]+)$", output, re.MULTILINE))
     # By its first import: Python gives no time of what `import_module` names.
-    assert "flows.nightly_steps" in imported and not imported & HEAVY, "what computes nothing needs none of them"
+    assert "flows.evaluation" in imported and not imported & HEAVY, "what computes nothing needs none of them"
     assert pictures and pictures == {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.png")}
 
     records = RunRecords(objects())
