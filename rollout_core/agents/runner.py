@@ -45,7 +45,6 @@ from rollout_core.store import (
     TaskInput,
 )
 from rollout_core.store.resources import ClaimedTask
-from rollout_core.store.span_fields import span_fields
 
 logger = logging.getLogger(__name__)
 
@@ -432,8 +431,7 @@ class LitAgentRunner(Runner[Task]):
         status = self.cancelled_status if outcome.is_cancelled else outcome.status
         update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=status)
         if len(last) == 1:  # in one request, which also numbers it
-            ends = [(span_fields(last[0]), update)]
-            return (await self._ask(lambda: store.end_attempts(ends)))[0]
+            return (await self._ask(lambda: store.end_attempts([(last[0], update)])))[0]
         if last:
             await self._ask(lambda: store.add_many_spans(last))
         return (await self._ask(lambda: store.update_many_attempts([update], fenced=True)))[0]

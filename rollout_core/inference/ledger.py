@@ -36,8 +36,7 @@ from rollout_core.store import (
     Rollout,
     Span,
 )
-from rollout_core.store.encoded_spans import EncodedSpan, encode_plain
-from rollout_core.store.span_fields import span_ids
+from rollout_core.store.encoded_spans import EncodedSpan, encode_plain, span_ids
 from rollout_core.store.sql.by_url import is_postgres
 from rollout_core.store.sql.sqlite import parse_url
 from rollout_core.store.sql.store import SqlLightningStore

@@ -23,13 +23,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import Conflict
-from rollout_core.store.checks import check_ends, check_id_list, kept_updates, refuse_missing
-from rollout_core.store.encoded_spans import EncodedSpan, fields_of
+from rollout_core.store.checks import check_id_list, refuse_missing
+from rollout_core.store.encoded_spans import EncodedSpan, encode_ends
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.operations import answer_of_fence
 from rollout_core.store.queries import Queries
 from rollout_core.store.resources import ClaimedTask, NamedResources, ResourcesUpdate
-from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     UNSET,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 
-AttemptEnd = tuple[SpanFields | EncodedSpan, AttemptUpdate]
+AttemptEnd = tuple[Span | EncodedSpan, AttemptUpdate]
 """The last span of an attempt, and how the attempt ends."""
 
 
@@ -374,33 +373,30 @@ class LightningStore(Queries):
         added = [await self.add_span(as_model(Span, span)) for span in spans]
         return [span for span in added if span is not None]
 
-    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
-        """``add_many_spans`` of spans that are plain dicts and were checked, for a server that only passes them on.
+    async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
+        """``add_many_spans`` of spans that were checked and encoded; for each, whether it was new.
 
-        For each span, whether it was new. A store that keeps spans as JSON has no need of models here.
+        A span whose ``sequence_id`` is None gets the next one of its rollout. A store that keeps spans encoded, and
+        a server that only passes them on, have no need of models here.
         """
-        added = await self.add_many_spans([Span.model_validate(span) for span in spans])
+        fields = [span.fields() for span in spans]
+        if unnumbered := [span for span in fields if span["sequence_id"] is None]:
+            pairs = [(span["rollout_id"], span["attempt_id"]) for span in unnumbered]
+            for span, number in zip(unnumbered, await self.get_many_span_sequence_ids(pairs), strict=True):
+                span["sequence_id"] = number
+        added = await self.add_many_spans([Span.model_validate(span) for span in fields])
         # Those that were added are in order, so both lists can be walked together.
         left = [(span.rollout_id, span.attempt_id, span.span_id) for span in reversed(added)]
         is_new: list[bool] = []
         for span in spans:
-            is_new.append(bool(left) and left[-1] == (span["rollout_id"], span["attempt_id"], span["span_id"]))
+            is_new.append(bool(left) and left[-1] == span[:3])
             if is_new[-1]:
                 left.pop()
         return is_new
 
-    async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
-        """``add_span_fields`` of spans whose bodies are JSON already, for a server that only passes them on.
-
-        A span whose ``sequence_id`` is None gets the next one of its rollout.
-        """
-        fields = [span.fields() for span in spans]
-        await _number(self, [span for span in fields if span["sequence_id"] is None])
-        return await self.add_span_fields(fields)
-
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
-        """Store a last span of each attempt, see ``add_span_fields`` and ``add_encoded_spans``, and apply its update,
-        fenced, see ``update_many_attempts``, whose results these are.
+        """Store a last span of each attempt, see ``add_encoded_spans``, and apply its update, fenced, see
+        ``update_many_attempts``, whose results these are.
 
         A span with the ``sequence_id`` 0 or None gets the next one of its rollout. The span of an attempt whose update
         is refused is stored all the same. Spans and updates are two operations where a store has no better: then an
@@ -408,11 +404,8 @@ class LightningStore(Queries):
 
         Raises ConfigError where a span is of another attempt than its update.
         """
-        check_ends(ends)
-        updates = kept_updates(update for _, update in ends)  # before a span is stored
-        fields = [dict(fields_of(span)) for span, _ in ends]
-        await _number(self, [span for span in fields if not span["sequence_id"]])
-        await self.add_span_fields(fields)
+        spans, updates = encode_ends(ends)  # both are checked before a span is stored
+        await self.add_encoded_spans(spans)
         return await self.update_many_attempts(updates, fenced=True)
 
     async def add_span(self, span: Span) -> Span | None:
@@ -491,11 +484,3 @@ class LightningStore(Queries):
         """Raise NotImplementedError unless this store defines ``other``, of which ``asked`` is made."""
         if getattr(type(self), other) is getattr(LightningStore, other):
             raise self._lacks(asked, other)
-
-
-async def _number(store: LightningStore, spans: Sequence[dict[str, Any]]) -> None:
-    """Give these spans, as their ``SpanFields``, the next numbers of their rollouts."""
-    if spans:
-        numbers = await store.get_many_span_sequence_ids([(span["rollout_id"], span["attempt_id"]) for span in spans])
-        for span, number in zip(spans, numbers, strict=True):
-            span["sequence_id"] = number

@@ -90,7 +90,7 @@ def same_json(left: str, right: str) -> bool:
 
 
 def check_span(span: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a span, given as its ``SpanFields``, whose ids, texts, number or times no store could keep.
+    """Raise ConfigError for the fields of a span whose ids, texts, number or times no store could keep.
 
     What else it holds is checked when it is encoded.
     """
@@ -170,14 +170,3 @@ def kept_updates(updates: Iterable[AttemptUpdate | Mapping[str, Any]]) -> list[A
             update = update.model_copy(update={"metadata": metadata})
         kept.append(update)
     return kept
-
-
-def check_ends(ends: Iterable[tuple[Mapping[str, Any] | tuple[Any, ...], AttemptUpdate]]) -> None:
-    """Raise ConfigError for a span (``SpanFields`` or ``EncodedSpan``) of another attempt than its update."""
-    for span, update in ends:
-        rollout_id, attempt_id = span[:2] if isinstance(span, tuple) else (span["rollout_id"], span["attempt_id"])
-        if rollout_id != update.rollout_id or attempt_id != update.attempt_id:
-            raise ConfigError(
-                f"a span of attempt {attempt_id} of {rollout_id} came with the end of attempt "
-                f"{update.attempt_id} of {update.rollout_id}; give each end a span of its own attempt"
-            )

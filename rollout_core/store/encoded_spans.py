@@ -1,25 +1,24 @@
-"""Spans as columns and a body of JSON text, as a server hands them to its store.
+"""Spans as every store takes and keeps them: columns, and a body of JSON text.
 
-A batch is read from JSON into structs, and its bodies are written from those, in a third of the time that pydantic's
-dicts take. The structs hold what our client and OpenTelemetry's exporters send. What they do not hold (other fields,
-values of another type that pydantic would convert, values nested deeply) goes through pydantic as before, which also
-says what is wrong with it.
+``Span`` is the model that users see. It becomes an ``EncodedSpan`` once, where it enters a store or is read from a
+request; a store writes that, a server passes it on, and ``stored_spans`` makes a ``Span`` of it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import starmap
-from operator import attrgetter, itemgetter
-from typing import Annotated, Any, NamedTuple
+import secrets
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+import orjson
+from pydantic import BaseModel
 
-from rollout_core.store.checks import LARGEST_NUMBER, check_span
+from rollout_core.base.errors import ConfigError
+from rollout_core.store.checks import check_span, kept_updates
 from rollout_core.store.codec import decode, encode, model_fields
-from rollout_core.store.span_fields import num_nulls, plain_span_fields
-from rollout_core.store.spans import StatusCode
+from rollout_core.store.spans import Span
+from rollout_core.store.types import AttemptUpdate, as_model
 
 
 class EncodedSpan(NamedTuple):
@@ -38,43 +37,99 @@ class EncodedSpan(NamedTuple):
     body: str
 
     def fields(self) -> dict[str, Any]:
-        """The span as ``SpanFields``."""
-        return {**dict(zip(_COLUMNS, self, strict=False)), **decode(self.body)}
+        """The fields of the span, with dicts for its parts."""
+        return {**dict(zip(COLUMNS, self, strict=False)), **decode(self.body)}
 
 
-_COLUMNS = EncodedSpan._fields[:-1]
-_columns_of_fields = itemgetter(*_COLUMNS)
-_columns_of_struct = attrgetter(*_COLUMNS)
+COLUMNS = EncodedSpan._fields[:-1]
+_columns_of = itemgetter(*COLUMNS)
 _new = tuple.__new__  # the class itself takes three times as long to call
 
 
-def encode_fields(span: Mapping[str, Any]) -> EncodedSpan:
-    """A span given as its ``SpanFields``. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
-    check_span(span)
-    body = dict(span)
-    for name in _COLUMNS:
+def encode_span(span: Span | Mapping[str, Any]) -> EncodedSpan:
+    """A span, or the dict of its fields, in which parts may be dicts. Raises ConfigError as ``check_span``, and if JSON
+    cannot hold it."""
+    body = fields_of(span) if isinstance(span, Span) else dict(span)
+    check_span(body)
+    columns = _columns_of(body)
+    for name in COLUMNS:
         del body[name]
-    text = encode(body, f"span {span['name']}", model_fields, num_nulls(body))
-    return _new(EncodedSpan, (*_columns_of_fields(span), text))
+    text = encode(body, f"span {columns[6]}", model_fields, num_nulls(body))
+    return _new(EncodedSpan, (*columns, text))
 
 
-def fields_of(span: dict[str, Any] | EncodedSpan) -> dict[str, Any]:
-    """A span in either form as ``SpanFields``."""
-    return span.fields() if isinstance(span, EncodedSpan) else span
+def encode_ends(
+    ends: Sequence[tuple[Span | EncodedSpan, AttemptUpdate]],
+) -> tuple[list[EncodedSpan], list[AttemptUpdate]]:
+    """Last spans of attempts, and how these end. A span without a number, or with 0, is to get the next.
+
+    Raises ConfigError for a span of another attempt than its update, and as ``encode_span`` and ``kept_updates``.
+    """
+    updates = kept_updates(update for _, update in ends)
+    spans: list[EncodedSpan] = []
+    for (given, _), update in zip(ends, updates, strict=True):
+        span = given if isinstance(given, EncodedSpan) else as_model(Span, given)
+        if span.rollout_id != update.rollout_id or span.attempt_id != update.attempt_id:
+            raise ConfigError(
+                f"a span of attempt {span.attempt_id} of {span.rollout_id} came with the end of attempt "
+                f"{update.attempt_id} of {update.rollout_id}; give each end a span of its own attempt"
+            )
+        encoded = span if isinstance(span, EncodedSpan) else encode_span(span)
+        spans.append(encoded if encoded.sequence_id else encoded._replace(sequence_id=None))
+    return spans, updates
 
 
-def encode_last(span: Mapping[str, Any] | EncodedSpan) -> EncodedSpan:
-    """An attempt's last span in either form, encoded; one without a number, or with 0, is to get the next. Raises as
-    ``encode_fields``."""
-    if isinstance(span, EncodedSpan):
-        return span if span.sequence_id else span._replace(sequence_id=None)
-    if span["sequence_id"]:
-        return encode_fields(span)
-    return encode_fields({**span, "sequence_id": 0})._replace(sequence_id=None)
+def fields_of(span: Span) -> dict[str, Any]:
+    """A dict of a span's fields, unknown ones included, with dicts for its parts: quicker to encode than models. All
+    but the outermost dict is the span's own: to be read, not changed."""
+    fields = {**_fields(span)}
+    for name in ("status", "context", "parent", "resource"):
+        if fields[name] is not None:  # pydantic takes long to say that None is no model
+            fields[name] = _fields(fields[name])
+    for name in ("events", "links"):
+        if fields[name]:
+            fields[name] = list(map(_fields, fields[name]))
+    return fields
+
+
+def _fields(part: Any) -> Any:
+    """The fields of a model; anything else as it is."""
+    if not isinstance(part, BaseModel):
+        return part
+    extra = part.__pydantic_extra__
+    return {**part.__dict__, **extra} if extra else part.__dict__
+
+
+def num_nulls(fields: Mapping[str, Any]) -> int:
+    """How many fields of a span and of its parts are None, those among its attributes left out.
+
+    For ``codec.encode``, which has to look more closely at a text that holds other nulls than these.
+    """
+    count = list(fields.values()).count(None)
+    for part in (fields["status"], *(fields["events"] or ()), *(fields["links"] or ())):
+        if type(part) is dict:
+            count += list(part.values()).count(None)
+    return count
+
+
+def span_json(span: Sequence[Any]) -> bytes:
+    """The JSON of an ``EncodedSpan``, or of a plain tuple like it."""
+    *columns, body = span
+    head = orjson.dumps(dict(zip(COLUMNS, columns, strict=True)))
+    return b"%b,%b" % (head[:-1], body.encode()[1:])
+
+
+# Spans that are alike but for their ids and attributes
+
+
+def span_ids(count: int) -> list[tuple[str, str]]:
+    """Fresh ids of as many traces, each with that of a span, drawn at once: a draw is a call of the system."""
+    drawn = secrets.token_hex(24 * count)
+    return [(drawn[start : start + 32], drawn[start + 32 : start + 48]) for start in range(0, len(drawn), 48)]
 
 
 _PLAIN = (
-    encode_fields(plain_span_fields(("TRACE", "SPAN"), rollout_id="r", attempt_id="a", name="n", attributes={}))
+    encode_span(Span.from_attributes(rollout_id="r", attempt_id="a", trace_id="TRACE", span_id="SPAN", attributes={}))
     .body.replace('"attributes":{},"events"', '"attributes":%s,"events"')
     .replace("TRACE", "%s")
     .replace("SPAN", "%s")
@@ -82,115 +137,8 @@ _PLAIN = (
 
 
 def encode_plain(ids: tuple[str, str], *, rollout_id: str, attempt_id: str, name: str, attributes: str) -> EncodedSpan:
-    """`plain_span_fields` as they are stored, in a tenth of the time; ``attributes`` are the text of a JSON object."""
+    """`Span.from_attributes` of the number 1 as it is stored, in a tenth of the time; ``attributes`` are the text of a
+    JSON object."""
     trace_id, span_id = ids
     body = _PLAIN % (attributes, trace_id, span_id)
     return _new(EncodedSpan, (rollout_id, attempt_id, span_id, 1, trace_id, None, name, None, None, body))
-
-
-# The parts of a span, by the same names and rules as the models of ``spans``.
-
-_Id = Annotated[str, Meta(min_length=1)]
-_Scalar = str | int | float | bool | None
-# Written out, because a recursive type would let values be nested deeper than they can be read back.
-_Value1 = _Scalar | list[_Scalar] | dict[str, _Scalar]
-_Value2 = _Scalar | list[_Value1] | dict[str, _Value1]
-_Value3 = _Scalar | list[_Value2] | dict[str, _Value2]
-_Values = dict[str, _Scalar | list[_Value3] | dict[str, _Value3]]
-
-
-class _Part(Struct, forbid_unknown_fields=True, gc=False):
-    pass
-
-
-class StatusStruct(_Part):
-    """See ``TraceStatus``."""
-
-    status_code: StatusCode
-    description: str | None = None
-
-
-class ContextStruct(_Part):
-    """See ``SpanContext``."""
-
-    trace_id: str
-    span_id: str
-    is_remote: bool
-    trace_state: dict[str, str]
-
-
-class EventStruct(_Part):
-    """See ``Event``."""
-
-    name: str
-    attributes: _Values
-    timestamp: float | None = None
-
-
-class LinkStruct(_Part):
-    """See ``Link``."""
-
-    context: ContextStruct
-    attributes: _Values | None = None
-
-
-class ResourceStruct(_Part):
-    """See ``OtelResource``."""
-
-    attributes: _Values
-    schema_url: str
-
-
-class BodyStruct(_Part):
-    """What a span has besides its columns; OpenTelemetry's spans have the last two."""
-
-    status: StatusStruct
-    attributes: _Values
-    events: list[EventStruct]
-    links: list[LinkStruct]
-    context: ContextStruct | None
-    parent: ContextStruct | None
-    resource: ResourceStruct
-    kind: str | UnsetType = UNSET
-    instrumentation_scope: _Values | UnsetType = UNSET
-
-
-class SpanStruct(BodyStruct, kw_only=True):
-    """See ``Span``."""
-
-    rollout_id: _Id
-    attempt_id: _Id
-    span_id: _Id
-    sequence_id: Annotated[int, Meta(ge=0, le=LARGEST_NUMBER)]
-    trace_id: str
-    parent_id: str | None
-    name: str
-    start_time: float | None
-    end_time: float | None
-
-
-class _Request(_Part):
-    spans: list[SpanStruct]
-
-
-_body_of = attrgetter(*BodyStruct.__struct_fields__)
-_encoder = msgspec.json.Encoder()
-_decode = msgspec.json.Decoder(_Request).decode
-
-
-def read_encoded(data: bytes) -> list[EncodedSpan] | None:
-    """The spans of a request's body, ``{"spans": [...]}``; None if it has to be read by pydantic."""
-    if b"\\" in data and b"\\u0000" in data:  # the first, a single byte, is found in a tenth of the time
-        return None  # no store keeps it in a column; which it is in is looked up there
-    try:
-        spans = _decode(data).spans
-        return with_bodies(map(_columns_of_struct, spans), list(starmap(BodyStruct, map(_body_of, spans))))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def with_bodies(columns: Iterable[tuple[Any, ...]], bodies: Sequence[BodyStruct]) -> list[EncodedSpan]:
-    """Spans of their columns, in order, and their bodies."""
-    texts = _encoder.encode_lines(bodies).decode().split("\n")  # within JSON there is none
-    texts.pop()  # what follows the last one
-    return [_new(EncodedSpan, (*row, text)) for row, text in zip(columns, texts, strict=True)]

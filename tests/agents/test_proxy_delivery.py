@@ -54,11 +54,11 @@ class Wayward(ForwardingLightningStore):
         return self._store
 
     async def forward(self, name, /, *args, **kwargs):
-        if name in ("add_span_fields", "get_many_span_sequence_ids"):
+        if name in ("add_many_spans", "get_many_span_sequence_ids"):
             if self.is_away:
                 raise Recoverable("away, by script")
             await asyncio.sleep(self.delay)
-            if name == "add_span_fields":
+            if name == "add_many_spans":
                 await asyncio.to_thread(self.may_store.wait, LONG)
                 self.batches.append(len(args[0]))
         return await super().forward(name, *args, **kwargs)
@@ -138,7 +138,7 @@ async def test_an_attempt_whose_calls_the_store_refuses_is_no_success(memory, up
         refuses = True
 
         async def forward(self, name, /, *args, **kwargs):
-            if name == "add_span_fields" and self.refuses:
+            if name == "add_many_spans" and self.refuses:
                 raise ConfigError("refused, by script")
             return await super().forward(name, *args, **kwargs)
 

@@ -1,4 +1,5 @@
-"""Spans that a server reads into structs: the rows and the errors are those of pydantic's dicts, whatever is sent."""
+"""Spans as stores take and keep them; and what a server reads into structs: rows and errors are those of pydantic,
+whatever is sent."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
 from rollout_core.store import Event, LightningStore, Link, Span, TraceStatus
 from rollout_core.store.codec import decode
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_plain, read_encoded
+from rollout_core.store.encoded_spans import EncodedSpan, encode_plain, encode_span, span_ids
 from rollout_core.store.http.large_bodies import list_fields, read_large
+from rollout_core.store.http.span_bodies import read_encoded
 from rollout_core.store.http.wire import SpansRequest, dump_spans
-from rollout_core.store.span_fields import plain_span_fields, span_fields, span_ids
-from tests.store.test_span_fields import spans
+from tests.store.test_span_bodies import spans
 
 
 def outcome(read, data: bytes):
@@ -34,7 +35,7 @@ def outcome(read, data: bytes):
 
 
 def by_pydantic(data: bytes) -> list[EncodedSpan]:
-    return [encode_fields(span) for span in SpansRequest.model_validate_json(data).spans]
+    return [encode_span(span) for span in SpansRequest.model_validate_json(data).spans]
 
 
 def by_structs(data: bytes) -> list[EncodedSpan]:
@@ -139,7 +140,7 @@ def telemetry_span() -> Span:
     span.events = [Event(name="e", attributes={"x": 1}), Event(name="e", attributes={}, timestamp=2.0)]
     span.links = [Link(context=span.context, attributes={"y": "z"}), Link(context=span.context)]
     return Span.model_validate(
-        {**span_fields(span), "kind": "CLIENT", "instrumentation_scope": {"name": "n", "version": None}}
+        {**span.model_dump(), "kind": "CLIENT", "instrumentation_scope": {"name": "n", "version": None}}
     )
 
 
@@ -149,12 +150,12 @@ def telemetry_span() -> Span:
 def test_what_our_client_sends_takes_the_short_way_and_is_stored_byte_for_byte(span):
     [encoded] = read_encoded(dump_spans([span])) or []
     assert Span.model_validate(encoded.fields()) == span
-    assert encode_fields(span_fields(span)) == encoded
+    assert encode_span(span) == encoded
 
 
 def test_a_large_body_is_encoded_part_by_part():
-    odd = {**span_fields(telemetry_span()), "further": 1}
-    ordinary = [span_fields(telemetry_span()) for _ in range(700)]
+    odd = {**telemetry_span().model_dump(), "further": 1}
+    ordinary = [telemetry_span().model_dump() for _ in range(700)]
     for sent in (ordinary, [*ordinary, odd]):
         body = json.dumps({"spans": sent}).encode()
         read = asyncio.run(read_large(SpansRequest.read, list_fields(SpansRequest), body))
@@ -165,7 +166,7 @@ def test_a_large_body_is_encoded_part_by_part():
 async def test_encoded_spans_are_stored_as_models_are(store: LightningStore, make):
     rollout = await make.claimed(store)
     first, second = make.span(rollout, 1), make.span(rollout, 2, attributes={"none": None, "big": 2**70})
-    encoded = {span.span_id: encode_fields(span_fields(span)) for span in (first, second)}
+    encoded = {span.span_id: encode_span(span) for span in (first, second)}
     assert list(await store.add_encoded_spans([encoded[first.span_id]])) == [True]
     given = [encoded[span.span_id] for span in (first, second, second)]
     assert list(await store.add_encoded_spans(given)) == [False, True, False]
@@ -178,7 +179,7 @@ async def test_encoded_spans_are_stored_as_models_are(store: LightningStore, mak
 async def test_spans_without_a_number_get_the_next_ones_whatever_numbers_others_bring(store: LightningStore, make):
     rollout, other = await make.claimed(store), await make.claimed(store)
     spans = [make.span(owner, 5) for owner in (rollout, rollout, other, rollout, rollout)]
-    given = [encode_fields(span_fields(span)) for span in spans]
+    given = [encode_span(span) for span in spans]
     given = [span if place == 1 else span._replace(sequence_id=None) for place, span in enumerate(given)]
     assert list(await store.add_encoded_spans([*given, given[0]])) == [True] * 5 + [False]
     found = {span.span_id: span.sequence_id for span in await store.query_spans(rollout.rollout_id)}
@@ -192,6 +193,5 @@ def test_a_plain_span_is_encoded_as_its_fields_are():
     [ids] = span_ids(1)
     given = {"rollout_id": "r", "attempt_id": "at-1", "name": "rollout.completion"}
     text = json.dumps(attributes, ensure_ascii=False, separators=(",", ":"))
-    assert encode_plain(ids, **given, attributes=text) == encode_fields(
-        plain_span_fields(ids, **given, attributes=attributes)
-    )
+    span = Span.from_attributes(**given, sequence_id=1, trace_id=ids[0], span_id=ids[1], attributes=attributes)
+    assert encode_plain(ids, **given, attributes=text) == encode_span(span)

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
-from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, RolloutConfig
-from rollout_core.store.encoded_spans import encode_fields
-from rollout_core.store.span_fields import plain_span_fields, span_ids
+from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, RolloutConfig, Span
+from rollout_core.store.encoded_spans import encode_span
 
 pytestmark = pytest.mark.asyncio
 
@@ -245,9 +244,8 @@ async def test_updates_of_one_attempt_in_a_batch_apply_in_order(store, make):
 
 def ending(rollout, status="succeeded", span_id=None):
     """The end of an attempt, with its last span."""
-    trace_id, drawn = span_ids(1)[0]
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
-    span = plain_span_fields((trace_id, span_id or drawn), **ids, name="outcome", attributes={"row": 7})
+    span = Span.from_attributes(**ids, sequence_id=1, span_id=span_id, name="outcome", attributes={"row": 7})
     return span, AttemptUpdate(**ids, status=status)
 
 
@@ -277,7 +275,7 @@ async def test_attempts_end_with_their_last_spans(store, make, clock):
 
 
 @pytest.mark.parametrize("status", ["succeeded", "failed"])
-@pytest.mark.parametrize("form", [encode_fields, lambda span: span])
+@pytest.mark.parametrize("form", [encode_span, lambda span: span])
 async def test_ends_that_are_all_alike_are_as_those_of_which_one_differs(store, make, clock, status, form):
     requests = [EnqueueRolloutRequest(rollout_id=f"s{n}", input=n) for n in range(12)]
     started = await store.start_many_rollouts(requests, worker_id="w")
@@ -321,7 +319,7 @@ async def test_last_spans_without_a_number_get_the_next_one(store):
     first, second = [await store.start_rollout(n) for n in range(2)]
     await store.get_many_span_sequence_ids([(first.rollout_id, first.attempt.attempt_id)] * 4)
     ends = [ending(rollout) for rollout in (first, second)]
-    ends[0][0]["sequence_id"] = ends[1][0]["sequence_id"] = 0
+    ends[0][0].sequence_id = ends[1][0].sequence_id = 0
     await store.end_attempts(ends)
     for rollout, number in ((first, 5), (second, 1)):
         [span] = await store.query_spans(rollout.rollout_id)

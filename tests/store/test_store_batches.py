@@ -18,9 +18,10 @@ from rollout_core.store import (
     InMemoryLightningStore,
     LightningStore,
     RolloutConfig,
+    Span,
     SqlLightningStore,
 )
-from rollout_core.store.span_fields import plain_span_fields
+from rollout_core.store.encoded_spans import encode_span
 
 
 def request(rollout_id: str, input: Any = 1, **fields: Any) -> EnqueueRolloutRequest:
@@ -32,7 +33,7 @@ def ids(rollout) -> dict[str, str]:
 
 
 def ending(rollout, status, span_id):
-    span = plain_span_fields(("t" * 32, span_id), **ids(rollout), name=span_id, attributes={})
+    span = Span.from_attributes(**ids(rollout), sequence_id=1, span_id=span_id, name=span_id, attributes={})
     return span, AttemptUpdate(**ids(rollout), status=status)
 
 
@@ -301,16 +302,17 @@ class Applied:
             lasts = []
             for (name, number), status, span_id in items:
                 given = self.ids((name, max(number, 0)))
-                span = plain_span_fields(("t" * 32, span_id), **given, name="last", attributes={"x": status})
+                drawn = {"trace_id": "t" * 32, "span_id": span_id, "sequence_id": 1}
+                span = Span.from_attributes(**given, **drawn, name="last", attributes={"x": status})
                 lasts.append((span, AttemptUpdate(**given, status=status)))
             return list(await store.end_attempts(lasts))
         if kind == "spans":
-            fields = []
+            spans = []
             for (name, number), span_id, sequence_id in items:
                 given = self.ids((name, max(number, 0)))
-                span = plain_span_fields(("t" * 32, span_id), **given, name=f"{sequence_id}", attributes={})
-                fields.append({**span, "sequence_id": sequence_id})
-            return list(await store.add_span_fields(fields))
+                drawn = {"trace_id": "t" * 32, "span_id": span_id, "sequence_id": sequence_id}
+                spans.append(Span.from_attributes(**given, **drawn, name=f"{sequence_id}", attributes={}))
+            return list(await store.add_encoded_spans(list(map(encode_span, spans))))
         if kind == "numbers":
             return list(await store.get_many_span_sequence_ids([(name, "any") for name in items]))
         if kind == "restart":

@@ -23,7 +23,7 @@ import orjson
 
 from rollout_core.agents.delivery import AWAY, retried
 from rollout_core.base.errors import Recoverable, in_words
-from rollout_core.store import LLM, AttemptedRollout, LightningStore, NamedResources, ProxyLLM
+from rollout_core.store import LLM, AttemptedRollout, LightningStore, NamedResources, ProxyLLM, Span
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Ticket:
     attempt_id: str
     number: int | None = None
     """Its sequence id, once the store has given it."""
-    span: dict[str, Any] | None = None
+    span: Span | None = None
     """What is to be stored, once the call has ended, but for its number."""
     num_bytes: int = 0
     has_ended: bool = False
@@ -113,7 +113,7 @@ class CallDelivery:
         self._to_number.set()
         return ticket
 
-    def end(self, ticket: Ticket, span: dict[str, Any], num_bytes: int) -> None:
+    def end(self, ticket: Ticket, span: Span, num_bytes: int) -> None:
         """A call has ended, and this is its span, of about so many bytes. Only the first time counts."""
         if ticket.has_ended:
             return
@@ -206,9 +206,13 @@ class CallDelivery:
                 del self._ready[: len(batch)]
 
     async def _store(self, batch: Sequence[Ticket]) -> None:
-        spans = [{**(ticket.span or {}), "sequence_id": ticket.number} for ticket in batch]
+        spans: list[Span] = []
+        for ticket in batch:
+            assert ticket.span is not None and ticket.number is not None, "only such are ready"
+            ticket.span.sequence_id = ticket.number
+            spans.append(ticket.span)
         try:
-            await retried(lambda: batch[0].store.add_span_fields(spans), math.inf)
+            await retried(lambda: batch[0].store.add_many_spans(spans), math.inf)
         except Exception as error:  # noqa: BLE001 - as above
             if len(batch) > 1:
                 for ticket in batch:

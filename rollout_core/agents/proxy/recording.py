@@ -15,7 +15,7 @@ from typing import Any
 from rollout_core.agents.proxy.upstreams import Upstream
 from rollout_core.base.json_text import ordered_json, read_json
 from rollout_core.store.semconv import LLM_CALL, ChoiceAttributes, LlmCallAttributes
-from rollout_core.store.span_fields import plain_span_fields, span_ids
+from rollout_core.store.spans import Span, TraceStatus
 
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 SETTINGS = {
@@ -284,19 +284,18 @@ class Call:
         self.problem = problem
         self._choices, self._response_id, self._prompt_token_ids = {}, None, None
 
-    def span(self, rollout_id: str, attempt_id: str) -> dict[str, Any]:
+    def span(self, rollout_id: str, attempt_id: str) -> Span:
         """The call's span, but for its number."""
-        span = plain_span_fields(
-            span_ids(1)[0],
+        failed = None if self.problem is None else TraceStatus(status_code="ERROR", description=self.problem)
+        return Span.from_attributes(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
             name=LLM_CALL,
             attributes=dict(self._attributes()),
+            start_time=self._begun_at,
+            end_time=time.time(),
+            status=failed,
         )
-        span["start_time"], span["end_time"] = self._begun_at, time.time()
-        if self.problem is not None:
-            span["status"] = {"status_code": "ERROR", "description": self.problem}
-        return span
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         keys, body = LlmCallAttributes, self._body

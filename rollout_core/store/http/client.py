@@ -17,14 +17,13 @@ from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
 from rollout_core.store.base import AttemptEnd, LightningStore
-from rollout_core.store.checks import check_ends, check_id_list, check_ids, resources_json
+from rollout_core.store.checks import check_id_list, check_ids, resources_json
 from rollout_core.store.codec import encode_bytes, model_fields
-from rollout_core.store.encoded_spans import fields_of
+from rollout_core.store.encoded_spans import encode_ends, span_json
 from rollout_core.store.http import wire
 from rollout_core.store.http.routes import ROUTES, Route
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
 from rollout_core.store.resources import ClaimedTask, NamedResources, ResourcesUpdate
-from rollout_core.store.span_fields import num_nulls
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
@@ -317,13 +316,13 @@ class LightningStoreClient(LightningStore):
         return _read_outcomes(await self._post("/rollouts/attempts/update", body, "attempt", repeat))
 
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
-        check_ends(ends)
-        spans = [fields_of(span) for span, _ in ends]
-        updates = [_given(**update.__dict__) for _, update in ends]
+        spans, updates = encode_ends(ends)
         # The server numbers those without a number; JSON's null would not pass for one.
-        spans = [span if span["sequence_id"] else {**span, "sequence_id": 0} for span in spans]
-        nulls = sum(map(num_nulls, spans)) + sum(list(update.values()).count(None) for update in updates)
-        body = encode_bytes({"spans": spans, "updates": updates}, "span", model_fields, nulls)
+        sent = b",".join(span_json(span._replace(sequence_id=span.sequence_id or 0)) for span in spans)
+        body = b'{"spans":[%b],"updates":%b}' % (
+            sent,
+            _json([_given(**update.__dict__) for update in updates], "update"),
+        )
         reply = await self._transport.post(wire.PREFIX + "/rollouts/attempts/end", body, Repeat.HARMLESS)
         return _read_outcomes(reply)
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.loops import until_stop
 from rollout_core.store.base import LightningStore
+from rollout_core.store.encoded_spans import encode_span
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import list_fields
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -307,7 +308,8 @@ async def _end_attempts(store: LightningStore, call: Call) -> Any:
     updates = _updates(call.body)
     if len(updates) != len(call.body.spans):
         raise ConfigError(f"got {len(call.body.spans)} spans and {len(updates)} updates; expected one for each attempt")
-    return _outcomes(await store.end_attempts(list(zip(call.body.spans, updates, strict=True))))
+    spans = map(encode_span, call.body.spans)
+    return _outcomes(await store.end_attempts(list(zip(spans, updates, strict=True))))
 
 
 def _updates(body: Any) -> list[AttemptUpdate]:

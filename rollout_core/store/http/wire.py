@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
 from rollout_core.store import queries
 from rollout_core.store.codec import encode_bytes, model_fields
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.encoded_spans import EncodedSpan, encode_span, fields_of, num_nulls
+from rollout_core.store.http.span_bodies import SpanFields, read_encoded
 from rollout_core.store.resources import ResourcesUpdate
-from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
@@ -177,8 +177,8 @@ class SpansRequest(BaseModel):
         return cls.model_validate_json(data) if encoded is None else cls.model_construct(spans=encoded)
 
     def encoded(self) -> list[EncodedSpan]:
-        """The spans, encoded. Raises ConfigError as ``encode_fields``."""
-        return [span if isinstance(span, EncodedSpan) else encode_fields(span) for span in self.spans]
+        """The spans, encoded. Raises ConfigError as ``encode_span``."""
+        return [span if isinstance(span, EncodedSpan) else encode_span(span) for span in self.spans]
 
 
 class EndsRequest(BaseModel):
@@ -318,5 +318,5 @@ class BrowsedRollouts(BrowsedPage[AnyRollout]):
 
 def dump_spans(spans: Sequence[Span]) -> bytes:
     """The JSON of a ``SpansRequest``. Raises ConfigError, which names the place, for what JSON cannot hold."""
-    fields = [span_fields(span) for span in spans]
+    fields = [fields_of(span) for span in spans]
     return encode_bytes({"spans": fields}, "span", model_fields, sum(map(num_nulls, fields)))

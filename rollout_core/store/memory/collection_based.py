@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rollout_core.base.loops import Bell, Waiters
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
-    check_ends,
     check_id_list,
     check_ids,
     check_texts,
@@ -20,21 +19,19 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import decode
+from rollout_core.store.encoded_spans import EncodedSpan, encode_ends, encode_span
 from rollout_core.store.lifecycle import RUNNING, is_watched, lost_status
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
 from rollout_core.store.memory.work import (
     CollectionWork,
     kept_config,
     kept_json,
-    kept_last_span,
-    kept_span,
     known_and_finished,
     latest_attempts,
     number_spans,
     shown_attempted,
     shown_page,
     shown_rollout,
-    shown_spans,
     shown_worker,
 )
 from rollout_core.store.operations import (
@@ -51,8 +48,8 @@ from rollout_core.store.operations import (
 )
 from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
-from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
+from rollout_core.store.stored_spans import copy_stored
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -310,12 +307,10 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return await self._do(update)
 
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
-        check_ends(ends)
-        spans = [kept_last_span(span) for span, _ in ends]
-        updates = kept_updates(update for _, update in ends)
+        spans, updates = encode_ends(ends)
 
         async def end(work: CollectionWork) -> list[Attempt | Conflict]:
-            await self._add_spans(work, spans, True)
+            await self._add_spans(work, spans)
             return apply_updates(work, [(update, True) for update in updates])
 
         return await self._do(end)
@@ -324,31 +319,30 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         models = [as_model(Span, span) for span in spans]
-        is_new = await self.add_span_fields([span_fields(span) for span in models])
+        is_new = await self.add_encoded_spans([encode_span(span) for span in models])
         return [span for span, new in zip(models, is_new, strict=True) if new]
 
-    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
-        kept = [kept_span(span) for span in spans]
-        return await self._do(lambda work: self._add_spans(work, kept), watched=False)
+    async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
+        return (await self._do(lambda work: self._add_spans(work, spans), watched=False))[0]
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        kept = kept_span(span_fields(span))
-        is_new = await self._do(lambda work: self._add_spans(work, [kept], sequence_id is None), watched=False)
-        span.sequence_id = kept.sequence_id
-        return span if is_new[0] else None
+        encoded = encode_span(span)._replace(sequence_id=sequence_id)
+        [is_new], [stored] = await self._do(lambda work: self._add_spans(work, [encoded]), watched=False)
+        span.sequence_id = stored
+        return span if is_new else None
 
-    async def _add_spans(self, work: CollectionWork, spans: Sequence[Span], numbers_zero: bool = False) -> list[bool]:
-        owners = dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans)
+    async def _add_spans(self, work: CollectionWork, encoded: Sequence[EncodedSpan]) -> tuple[list[bool], list[int]]:
+        """Store spans; for each, whether it was new, and its number."""
+        owners = dict.fromkeys(span[:2] for span in encoded)
         await work.load([rollout_id for rollout_id, _ in owners], owners)
-        if numbers_zero:
-            await work.number(spans)
+        spans = await work.numbered(encoded)
         is_new = await work.store_spans(spans)
         new = [(work.rollouts[span.rollout_id], span.attempt_id) for span in work.new_spans]
         note_spans(work, [(loaded, loaded.attempt(attempt_id)) for loaded, attempt_id in new])
-        return is_new
+        return is_new, [span.sequence_id for span in spans]
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
@@ -408,8 +402,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                 query.limit,
                 query.offset,
             )
-        page.items = shown_spans(page.items)
-        return page
+        return shown_page(page, copy_stored)
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         check_id_list(rollout_ids)
@@ -428,7 +421,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                         name={"exact": name},
                     )
                     spans += (await collections.spans.query(filter, span_sort("sequence_id", "asc"))).items
-        return shown_spans(spans)
+        return [copy_stored(span) for span in spans]
 
     async def wait_for_rollout(self, rollout_id: str, timeout: float | None = None) -> Rollout | None:
         """Wait for one rollout, see ``wait_for_rollouts``; None if it is not finished in time."""

@@ -24,6 +24,7 @@ from rollout_core.store.memory.list_collection import ListBasedCollection
 from rollout_core.store.operations import Loaded
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
+from rollout_core.store.stored_spans import copy_stored, unread_body
 from rollout_core.store.types import (
     Attempt,
     LightningStoreCapabilities,
@@ -36,10 +37,8 @@ Element = TypeVar("Element")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-SPAN_BYTES = 4_000
-"""What a span without attributes takes."""
-PART_BYTES = 200
-"""What the name of an attribute takes, or an event or link."""
+SPAN_BYTES = 1_000
+"""What a span takes besides the text of its body."""
 SHORT_BLOCK_SECONDS = 0.005
 """How long an event loop stands still for a block of another thread."""
 
@@ -255,7 +254,7 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
     A threshold is a number of bytes, or as a float up to 1 a share of the memory that this process may use; by default
     0.7 of it, and 0.8 of the first threshold. ``span_size_estimator`` gives the bytes of a span.
 
-    What calls return is the caller's own, but for values within the attributes of spans: treat those as read-only.
+    What calls return is the caller's own.
     """
 
     def __init__(
@@ -324,7 +323,7 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
 
     async def on_spans_added(self, collections: InMemoryLightningCollections, spans: Sequence[Span]) -> None:
         for span in spans:
-            size = self._estimate(span)
+            size = self._estimate(copy_stored(span))  # who reads it reads the copy
             self._span_bytes[span.rollout_id] = self._span_bytes.get(span.rollout_id, 0) + size
             self._total_span_bytes += size
         for rollout_id in self._evicted.intersection(span.rollout_id for span in spans):
@@ -377,19 +376,9 @@ class Alarms:
 
 
 def estimate_span_size(span: Span) -> int:
-    """About how many bytes of memory a span takes; long lists are taken to hold values of one size."""
-    parts = len(span.attributes) + len(span.events) + len(span.links)
-    return SPAN_BYTES + PART_BYTES * parts + _size_of(span.attributes)
-
-
-def _size_of(value: Any) -> int:
-    size = sys.getsizeof(value)
-    if type(value) is dict:
-        for entry in value.values():
-            size += _size_of(entry)
-    elif type(value) is list and value:
-        size += len(value) * _size_of(value[0])
-    return size
+    """About how many bytes of memory a span takes as it is kept, its body as text."""
+    body = unread_body(span)
+    return SPAN_BYTES + sys.getsizeof(span.model_dump_json() if body is None else body)
 
 
 def memory_capacity() -> int:

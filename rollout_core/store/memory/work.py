@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
+from rollout_core.base.trusted import SET_FIELDS_SET, trusted
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import check_span, refuse_missing, sequence_id_after
+from rollout_core.store.checks import refuse_missing, sequence_id_after
 from rollout_core.store.codec import decode, encode, json_copy
-from rollout_core.store.encoded_spans import EncodedSpan, fields_of
+from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.memory.collection import LightningCollections
 from rollout_core.store.operations import (
     Loaded,
@@ -31,8 +30,8 @@ from rollout_core.store.operations import (
     unknown_rollouts,
 )
 from rollout_core.store.resources import ResourcesUpdate
-from rollout_core.store.span_fields import SpanFields
-from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
+from rollout_core.store.spans import Span
+from rollout_core.store.stored_spans import span_model
 from rollout_core.store.types import (
     Attempt,
     AttemptedRollout,
@@ -94,19 +93,6 @@ def shown_worker(worker: Worker) -> Worker:
     return changed(worker, heartbeat_stats=json_copy(worker.heartbeat_stats))
 
 
-def shown_spans(spans: Sequence[Span]) -> list[Span]:
-    """Spans as callers get them. What is within their attributes and their parts is shared with the store."""
-    shown: list[Span] = []
-    for span in spans:  # pages of hundreds of spans are the largest answers there are
-        fields = span.__dict__.copy()
-        fields["attributes"] = fields["attributes"].copy()
-        fields["events"] = fields["events"].copy()
-        fields["links"] = fields["links"].copy()
-        extra = span.__pydantic_extra__
-        shown.append(trusted(Span, fields, span.__pydantic_fields_set__, json_copy(extra) if extra else {}))
-    return shown
-
-
 def kept_config(config: RolloutConfig | None) -> RolloutConfig:
     """A config as the store keeps it."""
     if config is None:
@@ -120,80 +106,6 @@ _DEFAULT_CONFIG = RolloutConfig()
 def kept_json(value: Any, what: str) -> Any:
     """A JSON value as the store keeps it. Raises ConfigError, which names it by ``what``, if it is no JSON."""
     return decode(encode(value, what))
-
-
-def kept_last_span(span: SpanFields | EncodedSpan) -> Span:
-    """An attempt's last span as the store keeps it, with the number 0 if it brings none; raises as ``kept_span``."""
-    fields = fields_of(span)
-    return kept_span({**fields, "sequence_id": fields["sequence_id"] or 0})
-
-
-def kept_span(span: SpanFields) -> Span:
-    """A span as the store keeps it. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
-    check_span(span)
-    # Only what may hold anything goes through JSON; and no missing values, for the encoder is quicker without nulls.
-    fields = dict(span)
-    loose = {"name": span["name"], "attributes": span["attributes"]}
-    if len(span) > _NUM_FIELDS:
-        loose["extra"] = {name: fields.pop(name) for name in span if name not in Span.model_fields}
-    status, resource = span["status"], span["resource"]
-    if len(status) > _NUM_STATUS_FIELDS:
-        loose["status"] = status
-    else:
-        fields["status"] = _status(status["status_code"], status["description"])
-    if resource["attributes"] or len(resource) > _NUM_RESOURCE_FIELDS:
-        loose["resource"] = resource
-    else:
-        fields["resource"] = _empty_resource(resource["schema_url"])
-    for name in ("context", "parent"):
-        context = span[name]
-        if context is not None and len(context) > _NUM_CONTEXT_FIELDS:
-            loose[name] = context
-        elif context is not None:
-            fields[name] = with_fields(SpanContext, _CONTEXT, {**context, "trace_state": {**context["trace_state"]}})
-    for name in ("events", "links"):
-        if span[name]:
-            loose[name] = span[name]
-        else:
-            fields[name] = _EMPTY
-    kept = decode(encode(loose, f"span {span['name']}"))
-    fields["attributes"] = kept["attributes"]
-    for name in loose.keys() & _PARTS.keys():
-        fields[name] = _PARTS[name](kept[name])
-    made = with_fields(Span, _SPAN, fields)
-    SET_EXTRA(made, kept.get("extra", {}))
-    return made
-
-
-_NUM_FIELDS, _NUM_STATUS_FIELDS, _NUM_CONTEXT_FIELDS, _NUM_RESOURCE_FIELDS = [
-    len(model.model_fields) for model in (Span, TraceStatus, SpanContext, OtelResource)
-]
-# Models with all of their fields and no others, for ``with_fields``.
-_SPAN = Span.from_attributes(attributes={})
-_CONTEXT = SpanContext(trace_id="", span_id="", is_remote=False, trace_state={})
-
-# Parts that nearly all spans have in common are kept once: each object less is less for Python's collector to visit.
-_EMPTY: list[Any] = []
-
-
-@lru_cache(maxsize=1024)
-def _status(status_code: StatusCode, description: str | None) -> TraceStatus:
-    return TraceStatus(status_code=status_code, description=description)
-
-
-@lru_cache(maxsize=1024)
-def _empty_resource(schema_url: str) -> OtelResource:
-    return OtelResource(attributes={}, schema_url=schema_url)
-
-
-_PARTS: Mapping[str, Callable[[Any], Any]] = {
-    "status": TraceStatus.model_validate,
-    "context": SpanContext.model_validate,
-    "parent": SpanContext.model_validate,
-    "resource": OtelResource.model_validate,
-    "events": lambda parts: [Event.model_validate(part) for part in parts],
-    "links": lambda parts: [Link.model_validate(part) for part in parts],
-}
 
 
 class CollectionWork(Work[Rollout]):
@@ -293,14 +205,16 @@ class CollectionWork(Work[Rollout]):
 
     # Spans
 
-    async def number(self, spans: Sequence[Span]) -> None:
-        """Give those with the number 0 the next ones of their rollouts, which are loaded."""
-        unnumbered = [span for span in spans if not span.sequence_id]
+    async def numbered(self, encoded: Sequence[EncodedSpan]) -> list[Span]:
+        """Spans as they are kept; those without a number get the next ones of their rollouts, which are loaded."""
+        unnumbered = [span for span in encoded if span.sequence_id is None]
         for span in unnumbered:  # before a number is taken; raises if there is no such attempt
             self.rollouts[span.rollout_id].attempt(span.attempt_id)
-        numbers = await number_spans(self.collections, [span.rollout_id for span in unnumbered])
-        for span, number in zip(unnumbered, numbers, strict=True):
-            span.sequence_id = number
+        numbers = iter(await number_spans(self.collections, [span.rollout_id for span in unnumbered]))
+        return [
+            span_model(span if span.sequence_id is not None else span._replace(sequence_id=next(numbers)))
+            for span in encoded
+        ]
 
     async def store_spans(self, spans: Sequence[Span]) -> list[bool]:
         """Have spans saved, given as they are to be kept; for each, whether it is new."""

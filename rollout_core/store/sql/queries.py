@@ -333,11 +333,11 @@ def find_spans(
     sort_order: SortOrder,
     limit: int,
     offset: int,
-    model: Callable[[str, Sequence[Any]], Model],
+    model: Callable[[Sequence[Any]], Model],
 ) -> PaginatedResult[Model]:
     """See ``LightningStore.query_spans``. ``exact`` and ``parts`` are the filters by field.
 
-    ``model`` makes an item of the rollout's id and a row.
+    ``model`` makes an item of a tuple like an ``EncodedSpan``.
     """
     filter = Filter(tx, filter_logic)
     filter.always("s.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
@@ -358,12 +358,12 @@ def find_spans(
         order_by(SPAN_SORT, sort_by, sort_order, *ties),
         limit,
         offset,
-        lambda row: model(rollout_id, row),
+        lambda row: model((rollout_id, *row)),
     )
 
 
 def find_many_spans(
-    tx: Transaction, rollout_ids: Sequence[str], name: str | None, *, model: Callable[[str, Sequence[Any]], Model]
+    tx: Transaction, rollout_ids: Sequence[str], name: str | None, *, model: Callable[[Sequence[Any]], Model]
 ) -> list[Model]:
     """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then in order."""
     filter = Filter(tx).within("r.rollout_id", rollout_ids).equals("s.name", name)
@@ -371,7 +371,7 @@ def find_many_spans(
     found = tx.rows(f"{SPANS_OF_LATEST_ATTEMPT}{filter.where}{order}", *filter.parameters)
     place = {rollout_id: index for index, rollout_id in enumerate(dict.fromkeys(rollout_ids))}
     found.sort(key=lambda row: place[row[0]])
-    return [model(row[0], row[1:]) for row in found]
+    return [model(row) for row in found]
 
 
 def find_resources(

@@ -18,7 +18,6 @@ from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.loops import Bell, Waiters
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
-    check_ends,
     check_id_list,
     check_ids,
     check_texts,
@@ -28,7 +27,7 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import encode
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_last
+from rollout_core.store.encoded_spans import EncodedSpan, encode_ends, encode_span, span_json
 from rollout_core.store.operations import new_rollouts
 from rollout_core.store.queries import (
     AttemptsQuery,
@@ -39,14 +38,13 @@ from rollout_core.store.queries import (
     WorkersQuery,
 )
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
-from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.sql import attempts, queries, queue
 from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
 from rollout_core.store.sql.leases import LeaseBook
-from rollout_core.store.sql.stored_spans import span_json, span_model
+from rollout_core.store.stored_spans import span_model
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -258,20 +256,15 @@ class SqlLightningStore(LightningStore):
         return await self._database.write_batch(attempts.update_attempts, kept)
 
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
-        check_ends(ends)
-        spans = [encode_last(span) for span, _ in ends]
-        updates = kept_updates(update for _, update in ends)
+        spans, updates = encode_ends(ends)
         return await self._database.write_batch(attempts.end_attempts, list(zip(spans, updates, strict=True)))
 
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         models = [as_model(Span, span) for span in spans]
-        is_new = await self.add_span_fields([span_fields(span) for span in models])
+        is_new = await self.add_encoded_spans([encode_span(span) for span in models])
         return [span for span, new in zip(models, is_new, strict=True) if new]
-
-    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
-        return await self.add_encoded_spans([encode_fields(span) for span in spans])
 
     async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
         return await self._database.write_batch(attempts.add_spans, spans, watched=False)
@@ -280,7 +273,7 @@ class SqlLightningStore(LightningStore):
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        encoded = encode_fields(span_fields(span))
+        encoded = encode_span(span)
 
         def add(tx: Transaction) -> bool:
             if sequence_id is None:
@@ -321,10 +314,8 @@ class SqlLightningStore(LightningStore):
         tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
         return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
 
-    async def _span_page(
-        self, query: SpansQuery, model: Callable[[str, Sequence[Any]], Result]
-    ) -> PaginatedResult[Result]:
-        """A page of spans, each made by ``model`` of the rollout's id and a row."""
+    async def _span_page(self, query: SpansQuery, model: Callable[[Sequence[Any]], Result]) -> PaginatedResult[Result]:
+        """A page of spans, each made by ``model`` of a tuple like an ``EncodedSpan``."""
         return await self._watched_read(
             lambda tx: queries.find_spans(
                 tx,

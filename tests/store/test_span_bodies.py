@@ -1,4 +1,4 @@
-"""Spans as plain dicts: the same rules as the models', and nothing slips in that JSON cannot hold."""
+"""Spans that pydantic reads as dicts: the same rules as the models', and nothing slips in that JSON cannot hold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_core.base.errors import ConfigError, NotFound
-from rollout_core.store import Event, LightningStore, LightningStoreServer, Link, Span, SqlLightningStore
-from rollout_core.store.encoded_spans import encode_fields
-from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
+from rollout_core.base.errors import ConfigError
+from rollout_core.store import Event, LightningStoreServer, Link, Span, SqlLightningStore
+from rollout_core.store.encoded_spans import encode_span, fields_of, num_nulls
+from rollout_core.store.http.span_bodies import SpanFields
 
 CHECKED = TypeAdapter(SpanFields)
 
@@ -58,9 +58,9 @@ spans = part(
 @given(spans)
 def test_fields_checked_are_those_of_the_model(span):
     text = json.dumps(span)
-    fields = CHECKED.validate_json(text)
-    assert fields == span_fields(Span.model_validate_json(text))
-    assert Span.model_validate(fields) == Span.model_validate_json(text)
+    fields, model = CHECKED.validate_json(text), Span.model_validate_json(text)
+    assert Span.model_validate(fields) == model
+    assert encode_span(fields) == encode_span(model)
 
 
 @settings(deadline=None)
@@ -88,32 +88,19 @@ def test_what_the_model_refuses_is_refused_in_the_same_place(span, data):
 @given(spans, st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
 def test_a_number_that_is_none_is_found_among_nulls(span, number, data):
     fields = CHECKED.validate_python(span)
-    encode_fields(fields)
+    encode_span(fields)
     parts = [*fields["events"], *fields["links"], *filter(None, [fields["context"], fields["parent"]])]
     holder = data.draw(st.sampled_from([fields, fields["status"], fields["resource"], *parts]))
     holder["further"] = data.draw(st.sampled_from([number, [None, number], {"x": number}]))
     with pytest.raises(ConfigError, match="JSON has no NaN"):
-        encode_fields(fields)
+        encode_span(fields)
 
 
 def test_nulls_of_missing_fields_are_known():
     span = Span.from_attributes(attributes={"x": 1})
     span.events = [Event(name="e", attributes={}), Event(name="e", attributes={}, timestamp=1.0)]
     span.links = [Link(context=span.context, attributes=None)]
-    fields = span_fields(span)
-    assert num_nulls(fields) == json.dumps(fields).count("null") == 7
-
-
-@pytest.mark.asyncio
-async def test_fields_are_stored_as_models_are(store: LightningStore, make):
-    rollout = await make.claimed(store)
-    first, second = make.span(rollout, 1), make.span(rollout, 2, attributes={"none": None, "big": 2**70})
-    assert list(await store.add_span_fields([span_fields(first)])) == [True]
-    given = [span_fields(span) for span in (first, second, second)]
-    assert list(await store.add_span_fields(given)) == [False, True, False]
-    assert list(await store.query_spans(rollout.rollout_id)) == [first, second]
-    with pytest.raises(NotFound):
-        await store.add_span_fields([span_fields(first), {**span_fields(second), "attempt_id": "nope"}])
+    assert num_nulls(fields_of(span)) == num_nulls(span.model_dump()) == span.model_dump_json().count("null") == 7
 
 
 @pytest.mark.asyncio
@@ -123,7 +110,7 @@ async def test_a_server_refuses_numbers_that_are_none(url, make, number):
     async with LightningStoreServer(SqlLightningStore.from_url(url)) as server:
         await server.start()
         rollout = await make.claimed(server)
-        good = span_fields(make.span(rollout))
+        good = make.span(rollout).model_dump()
         holed = [
             {**good, "attributes": {"x": math.nan, "none": None}},
             {**good, "attributes": {"deep": [{"x": math.nan}]}},

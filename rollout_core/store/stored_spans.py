@@ -1,7 +1,7 @@
-"""Spans as the database gives them out: models whose body is read from JSON when somebody first looks into it.
+"""Spans as stores give them out: models whose body is read from JSON when somebody first looks into it.
 
 To read the bodies of a page and to make models of their parts takes twice as long as the rest of the query, and many
-readers look only for some of the spans, by name, time or number, which have columns of their own.
+readers look only for some of the spans, by name, time or number, which are columns.
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ import threading
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS, SET_FIELDS_SET, SET_PRIVATE, trusted
 from rollout_core.store.codec import decode
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
-from rollout_core.store.sql.dialect import BODY, SPAN
 
 PartT = TypeVar("PartT", bound=BaseModel)
 
-_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
 _NUM_FIELDS: dict[type[BaseModel], int] = {
     model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
 }
 """The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
 
 
-def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
-    """The model of a row in the order of ``dialect.SPAN``, its body included. What was stored is not checked again."""
-    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
+def span_model(span: Sequence[Any]) -> Span:
+    """The model of an ``EncodedSpan``, or of a plain tuple like it. What was stored is not checked again."""
+    rollout_id, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = span
     made = _new(_UnreadSpan)
     SET_FIELDS(
         made,
@@ -51,11 +48,20 @@ def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
     return made
 
 
-def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
-    """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
-    *fields, body = columns
-    head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_COLUMNS, fields, strict=True))})
-    return b"%b,%b" % (head[:-1], body.encode()[1:])
+def unread_body(span: Span) -> str | None:
+    """The text of a span's body that nobody has looked into so far."""
+    return _body_of(span) if type(span) is _UnreadSpan else None
+
+
+def copy_stored(span: Span) -> Span:
+    """A copy of a span that shares nothing with it, at no cost where its body is not read."""
+    body = unread_body(span)
+    if body is None:
+        return span.model_copy(deep=True)
+    made = _new(_UnreadSpan)
+    SET_FIELDS(made, _fields_of(span).copy())
+    SET_PRIVATE(made, body)
+    return made
 
 
 class _UnreadSpan(Span):
@@ -117,16 +123,17 @@ def _read(span: Span) -> Span:
         if type(span) is _UnreadSpan:
             fields = _fields_of(span)
             parts = decode(_body_of(span))
+            take = parts.pop
             fields |= {
-                "status": _part(TraceStatus, parts.pop("status")),
-                "attributes": parts.pop("attributes"),
-                "events": [_part(Event, event) for event in parts.pop("events")],
-                "links": [Link.model_validate(link) for link in parts.pop("links")],
-                "context": _part(SpanContext, parts.pop("context")),
-                "parent": _part(SpanContext, parts.pop("parent")),
-                "resource": _part(OtelResource, parts.pop("resource")),
+                "status": _part(TraceStatus, take("status")),
+                "attributes": take("attributes"),
+                "events": [_part(Event, event) for event in take("events")],
+                "links": [Link.model_validate(link) for link in take("links")],
+                "context": _part(SpanContext, take("context")),
+                "parent": _part(SpanContext, take("parent")),
+                "resource": _part(OtelResource, take("resource")),
             }
-            SET_FIELDS(span, {name: fields[name] for name in Span.model_fields})
+            SET_FIELDS(span, {name: fields[name] for name in _FIELD_NAMES})
             SET_FIELDS_SET(span, _ALL_FIELDS)
             SET_EXTRA(span, parts)
             SET_PRIVATE(span, None)
@@ -145,7 +152,8 @@ def _part(model: type[PartT], fields: dict[str, Any] | None) -> Any:
 
 _new = object.__new__
 _fields_of, _body_of = [vars(BaseModel)[slot].__get__ for slot in ("__dict__", "__pydantic_private__")]
-_ALL_FIELDS = set(Span.model_fields)
+_FIELD_NAMES = tuple(Span.model_fields)
+_ALL_FIELDS = set(_FIELD_NAMES)
 _reading = threading.Lock()
 """Two threads that look into one span read it once: what one of them then sets stays."""
 
