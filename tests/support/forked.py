@@ -62,7 +62,6 @@ LIBRARIES = (
     "safetensors.torch",
     "sqlalchemy.ext.asyncio",
     "sqlalchemy.orm",
-    "sqlmodel",
     "torch",
     "torch.distributed",
     "torch.distributed.tensor",

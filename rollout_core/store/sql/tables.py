@@ -4,163 +4,155 @@
 (input and metadata) lies in ``rollout_payloads``. All other tables point to ``rollouts.key``, which is also the order
 of insertion: an id of 64 hex digits in every index would double the file. Foreign keys are not declared, because every
 statement that writes one has looked its rollout up in the same transaction. JSON is stored as text, see ``codec``.
+
+SQLAlchemy makes and migrates them (Alembic) and copies whole stores (``copying``). The statements of calls are written
+by hand, see ``dialect``: to build and compile one in SQLAlchemy takes several times as long as SQLite takes to run it,
+as `benchmarks/results/store.md` has it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Index, Integer, MetaData, Sequence, String, UniqueConstraint, text
-from sqlalchemy.orm import registry
-from sqlmodel import Field, SQLModel
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    Sequence,
+    String,
+    Table,
+    UniqueConstraint,
+    text,
+)
 
 # SQLite makes a column its row id only if its type is spelled INTEGER.
 _Key = BigInteger().with_variant(Integer, "sqlite")
 # Texts are compared by their bytes, as SQLite does, whatever language the server speaks.
 _Text = String().with_variant(String(collation="C"), "postgresql")
-_metadata = MetaData()
+
+metadata = MetaData()
+"""A database as the SQL store sees it."""
 # Where several processes write at once, numbers come from sequences; SQLite takes the next one after the highest.
-Sequence("queue_positions", metadata=_metadata)
-Sequence("resources_changes", metadata=_metadata)
+Sequence("queue_positions", metadata=metadata)
+Sequence("resources_changes", metadata=metadata)
 
 
 def _where(condition: str) -> dict[str, Any]:
     return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
 
 
-class _Table(SQLModel, registry=registry(metadata=_metadata)):
-    """Base of the store's tables, apart from those of any other library that uses SQLModel in the same process."""
+def _key(name: str = "key", **settings: Any) -> Column[Any]:
+    return Column(name, _Key, primary_key=True, **settings)
 
 
-class RolloutRow(_Table, table=True):
-    """One rollout, its place in the queue and its watchdog's alarm."""
-
-    __tablename__ = "rollouts"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (
-        Index("rollouts_by_status", "status", "key"),
-        # Partial: they hold only what is queued or watched now, so they stay small however many rollouts are done.
-        Index("rollouts_queue", "queue_position", **_where("queue_position IS NOT NULL")),
-        Index("rollouts_due", "due_time", **_where("due_time IS NOT NULL")),
-    )
-
-    key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    rollout_id: str = Field(sa_type=_Text, unique=True)
-    status: str = Field(sa_type=_Text)
-    mode: str | None = Field(sa_type=_Text)
-    resources_id: str | None = Field(sa_type=_Text)
-    start_time: float
-    end_time: float | None
-    config: str | None = Field(sa_type=_Text, description="JSON of the RolloutConfig; NULL: all defaults.")
-    attempt_count: int = Field(description="Number of the latest attempt; 0: none yet.")
-    last_sequence_id: int = Field(sa_type=_Key, description="Highest span sequence id given out or seen.")
-    queue_position: int | None = Field(sa_type=_Key, description="Place in the queue; NULL exactly when not queued.")
-    due_time: float | None = Field(description="No later than the latest attempt can be lost; NULL: not watched.")
+def _always(name: str, kind: Any) -> Column[Any]:
+    return Column(name, kind, nullable=False)
 
 
-class RolloutPayloadRow(_Table, table=True):
-    """The parts of a rollout that are large and seldom change."""
-
-    __tablename__ = "rollout_payloads"  # pyright: ignore[reportAssignmentType]
-
-    key: int = Field(sa_type=_Key, primary_key=True, sa_column_kwargs={"autoincrement": False})
-    input: str = Field(sa_type=_Text)
-    # SQLModel keeps the name ``metadata`` for itself; the column has it all the same.
-    metadata_: str | None = Field(sa_type=_Text, sa_column_kwargs={"name": "metadata"})
-
-
-class AttemptRow(_Table, table=True):
-    """One attempt."""
-
-    __tablename__ = "attempts"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = {"sqlite_with_rowid": False}
-
-    rollout_key: int = Field(sa_type=_Key, primary_key=True)
-    sequence_id: int = Field(primary_key=True)
-    attempt_id: str = Field(sa_type=_Text)
-    status: str = Field(sa_type=_Text)
-    start_time: float
-    end_time: float | None
-    worker_id: str | None = Field(sa_type=_Text)
-    last_heartbeat_time: float | None
-    metadata_: str | None = Field(sa_type=_Text, sa_column_kwargs={"name": "metadata"})
-
-
-class SpanRow(_Table, table=True):
-    """One span. ``body`` is the JSON of the fields that have no column."""
-
-    __tablename__ = "spans"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (UniqueConstraint("rollout_key", "attempt_id", "span_id"),)
-
-    key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    rollout_key: int = Field(sa_type=_Key)
-    attempt_id: str = Field(sa_type=_Text)
-    span_id: str = Field(sa_type=_Text)
-    sequence_id: int = Field(sa_type=_Key)
-    trace_id: str = Field(sa_type=_Text)
-    parent_id: str | None = Field(sa_type=_Text)
-    name: str = Field(sa_type=_Text)
-    start_time: float | None
-    end_time: float | None
-    body: str = Field(sa_type=_Text)
-    body_id: str | None = Field(sa_type=_Text, description="Of no use: kept for databases that have the column.")
-
-
-class CountRow(_Table, table=True):
-    """A part of a count that queries need at once: of rollouts by status, of attempts, and of spans.
-
-    Each writer adds to a row of its own, so that writers do not wait for each other; the sum is the count.
-    """
-
-    __tablename__ = "counts"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = {"sqlite_with_rowid": False}
-
-    name: str = Field(sa_type=_Text, primary_key=True)
-    writer: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
-    count: int = Field(sa_type=_Key)
-
-
-class ResourcesRow(_Table, table=True):
-    """One snapshot of resources."""
-
-    __tablename__ = "resources"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index("resources_by_change", "change_number"),)
-
-    key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    resources_id: str = Field(sa_type=_Text, unique=True)
-    create_time: float
-    update_time: float
-    version: int
-    change_number: int = Field(sa_type=_Key, description="Order of additions and updates; the highest is the latest.")
-    resources: str = Field(sa_type=_Text)
-
-
-class WorkerRow(_Table, table=True):
-    """One worker."""
-
-    __tablename__ = "workers"  # pyright: ignore[reportAssignmentType]
-
-    key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    worker_id: str = Field(sa_type=_Text, unique=True)
-    status: str = Field(sa_type=_Text)
-    heartbeat_stats: str | None = Field(sa_type=_Text)
-    last_heartbeat_time: float | None
-    last_dequeue_time: float | None
-    last_busy_time: float | None
-    last_idle_time: float | None
-    current_rollout_id: str | None = Field(sa_type=_Text)
-    current_attempt_id: str | None = Field(sa_type=_Text)
-
-
-class LeaseRow(_Table, table=True):
-    """A name that one holder at a time may have."""
-
-    __tablename__ = "leases"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index("leases_by_end", "expires_at"), {"sqlite_with_rowid": False})
-
-    name: str = Field(sa_type=_Text, primary_key=True)
-    owner: str = Field(sa_type=_Text)
-    epoch: int = Field(sa_type=BigInteger, description="Rises with each taking by another.")
-    expires_at: float = Field(description="By the database's clock.")
-
-
-metadata = _metadata
+Table(  # one rollout, its place in the queue and its watchdog's alarm
+    "rollouts",
+    metadata,
+    _key(),  # order of insertion
+    Column("rollout_id", _Text, unique=True, nullable=False),
+    _always("status", _Text),
+    Column("mode", _Text),
+    Column("resources_id", _Text),
+    _always("start_time", Float),
+    Column("end_time", Float),
+    Column("config", _Text),  # JSON of the RolloutConfig; NULL: all defaults
+    _always("attempt_count", Integer),  # number of the latest attempt; 0: none yet
+    _always("last_sequence_id", _Key),  # highest span sequence id given out or seen
+    Column("queue_position", _Key),  # place in the queue; NULL exactly when not queued
+    Column("due_time", Float),  # no later than the latest attempt can be lost; NULL: not watched
+    Index("rollouts_by_status", "status", "key"),
+    # Partial: they hold only what is queued or watched now, so they stay small however many rollouts are done.
+    Index("rollouts_queue", "queue_position", **_where("queue_position IS NOT NULL")),
+    Index("rollouts_due", "due_time", **_where("due_time IS NOT NULL")),
+)
+Table(  # the parts of a rollout that are large and seldom change
+    "rollout_payloads",
+    metadata,
+    _key(autoincrement=False),
+    _always("input", _Text),
+    Column("metadata", _Text),
+)
+Table(
+    "attempts",
+    metadata,
+    _key("rollout_key"),
+    Column("sequence_id", Integer, primary_key=True),
+    _always("attempt_id", _Text),
+    _always("status", _Text),
+    _always("start_time", Float),
+    Column("end_time", Float),
+    Column("worker_id", _Text),
+    Column("last_heartbeat_time", Float),
+    Column("metadata", _Text),
+    sqlite_with_rowid=False,
+)
+Table(  # see ``EncodedSpan``
+    "spans",
+    metadata,
+    _key(),  # order of insertion
+    _always("rollout_key", _Key),
+    _always("attempt_id", _Text),
+    _always("span_id", _Text),
+    _always("sequence_id", _Key),
+    _always("trace_id", _Text),
+    Column("parent_id", _Text),
+    _always("name", _Text),
+    Column("start_time", Float),
+    Column("end_time", Float),
+    _always("body", _Text),
+    Column("body_id", _Text),  # of no use: kept for databases that have the column
+    UniqueConstraint("rollout_key", "attempt_id", "span_id"),
+)
+# Parts of counts that queries need at once: of rollouts by status, of attempts, and of spans. Each writer adds to a row
+# of its own, so that writers do not wait for each other; the sum is the count.
+Table(
+    "counts",
+    metadata,
+    Column("name", _Text, primary_key=True),
+    Column("writer", Integer, primary_key=True, autoincrement=False),
+    _always("count", _Key),
+    sqlite_with_rowid=False,
+)
+Table(  # snapshots of resources
+    "resources",
+    metadata,
+    _key(),  # order of insertion
+    Column("resources_id", _Text, unique=True, nullable=False),
+    _always("create_time", Float),
+    _always("update_time", Float),
+    _always("version", Integer),
+    _always("change_number", _Key),  # order of additions and updates; the highest is the latest
+    _always("resources", _Text),
+    Index("resources_by_change", "change_number"),
+)
+Table(
+    "workers",
+    metadata,
+    _key(),  # order of insertion
+    Column("worker_id", _Text, unique=True, nullable=False),
+    _always("status", _Text),
+    Column("heartbeat_stats", _Text),
+    Column("last_heartbeat_time", Float),
+    Column("last_dequeue_time", Float),
+    Column("last_busy_time", Float),
+    Column("last_idle_time", Float),
+    Column("current_rollout_id", _Text),
+    Column("current_attempt_id", _Text),
+)
+Table(  # names that one holder at a time may have
+    "leases",
+    metadata,
+    Column("name", _Text, primary_key=True),
+    _always("owner", _Text),
+    _always("epoch", BigInteger),  # rises with each taking by another
+    _always("expires_at", Float),  # by the database's clock
+    Index("leases_by_end", "expires_at"),
+    sqlite_with_rowid=False,
+)
