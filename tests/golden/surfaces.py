@@ -314,10 +314,9 @@ def _command(command: Any, name: str) -> Iterator[str]:
 
 
 def _openapi() -> Iterator[str]:
-    from rollout_core.store import InMemoryLightningStore
-    from rollout_core.store.http.app import create_app
+    from rollout_core.store.http.app import describe
 
-    document = create_app(InMemoryLightningStore()).openapi()
+    document = describe()
     definitions = document["components"]["schemas"]
     for path, methods in sorted(document["paths"].items()):
         for method, described in sorted(methods.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import html
 import json
 import multiprocessing
 import pickle
@@ -35,6 +36,7 @@ from rollout_core.store import (
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import wire
+from rollout_core.store.http.routes import ROUTES
 from rollout_core.store.http.transport import path_part
 from rollout_core.web import listening
 from tests.store.conftest import FailingStore
@@ -208,6 +210,15 @@ async def test_a_key_is_asked_for_compared_and_never_shown(make_server, caplog):
         async with web.post("/v1/traces", data=b"") as reply:
             assert reply.status == 401
     assert "s3cret" not in caplog.text
+
+
+async def test_the_page_of_the_api_names_every_request_and_loads_nothing(make_server):
+    server = await make_server()
+    async with aiohttp.ClientSession(server.endpoint) as web, web.get("/docs") as reply:
+        page = await reply.text()
+    for route in ROUTES:
+        assert f"<td>{route.method}<td><code>{route.path}</code><td>{html.escape(route.summary)}" in page
+    assert "src=" not in page and "://" not in page
 
 
 async def test_beyond_loopback_a_key_is_required(url):

@@ -41,7 +41,6 @@ LIBRARIES = (
     "aiohttp",
     "alembic",
     "datasets",
-    "fastapi",
     "jsonschema",
     "matplotlib.figure",
     "msgspec",

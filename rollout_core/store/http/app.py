@@ -1,4 +1,9 @@
-"""The web application in front of a store: its routes, what stands before them, and how they are described."""
+"""The web application in front of a store: its routes, what stands before them, and how they are described.
+
+It is Starlette's, and ``requests`` reads, checks and answers each request once. FastAPI's routes would not save that
+work: repeats, limits and large bodies need code before and behind them. They take 1.6 times as long for a small
+request, and 2.7 times as long for a hundred spans (`benchmarks/results/store.md`).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import TypeAdapter
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route as WebRoute
 from starlette.types import ASGIApp
 
 from rollout_core.base.errors import NotFound
@@ -57,22 +65,21 @@ def create_app(
     store: LightningStore,
     settings: AppSettings | None = None,
     *,
-    lifespan: Callable[[FastAPI], Any] | None = None,
-) -> FastAPI:
+    lifespan: Callable[[Starlette], Any] | None = None,
+) -> Starlette:
     """The application that serves ``store``. It neither opens nor closes it; ``lifespan`` may."""
     settings = settings or AppSettings()
     limits = BodyLimits(settings.max_body_bytes)
     metrics = Metrics() if settings.prometheus else None
     memo = Memo()
     lane = Lane()
-    app = FastAPI(title="LightningStore", lifespan=lifespan, redirect_slashes=False)
-    # Plain routes: bodies are read, checked and written here, once, without FastAPI's own passes.
+    routes: list[WebRoute] = []
     direct: dict[tuple[str, str], ASGIApp] = {}
     for route in ROUTES:
         endpoint = endpoint_of(store, route, limits, memo, lane)
-        app.add_route(route.path, endpoint, methods=[route.method], name=route.name, include_in_schema=False)
+        routes.append(WebRoute(route.path, endpoint, methods=[route.method], name=route.name))
         if "{" not in route.path:
-            direct[route.method, route.path] = direct_app(endpoint, app.routes[-1])
+            direct[route.method, route.path] = direct_app(endpoint, routes[-1])
 
     async def health(request: Request) -> Response:
         return Response(b'{"status":"ok"}', media_type=wire.JSON)
@@ -80,29 +87,21 @@ def create_app(
     async def traces(request: Request) -> Response:
         return await receive_traces(store, request.scope, request.receive, limits, lane)
 
-    app.add_route(wire.HEALTH_PATH, health, methods=["GET"], include_in_schema=False)
-    app.add_route(wire.TRACES_PATH, traces, methods=["POST"], name="traces", include_in_schema=False)
+    routes.append(WebRoute(wire.HEALTH_PATH, health))
+    routes.append(WebRoute(wire.TRACES_PATH, traces, methods=["POST"]))
+    routes += [WebRoute(DESCRIPTION_PATH, _describe), WebRoute("/docs", _show_docs), WebRoute("/redoc", _show_docs)]
     if metrics is not None:
 
         async def show_metrics(request: Request) -> Response:
             return await metrics.show(store)
 
-        app.add_route(METRICS_PATH, show_metrics, methods=["GET"], include_in_schema=False)
-    app.add_exception_handler(HTTPException, _say_http_error)
-    app.openapi = cache(lambda: describe(app.title))  # pyright: ignore[reportAttributeAccessIssue]
-    app.add_middleware(
-        Gate,
-        api_key=settings.api_key,
-        allowed_origins=settings.cors_allow_origins,
-        public=(wire.HEALTH_PATH,),
-        direct=direct,
-        watch=None if metrics is None else metrics.watch,
-    )
+        routes.append(WebRoute(METRICS_PATH, show_metrics))
+    middleware: list[Middleware] = []
     if settings.cors_allow_origins:
         # The outermost: browsers ask for permission without a key, and must be able to read a refusal.
         # With credentials no answer may say ``*``, so it is a pattern, and each page reads its own origin.
         everybody = "*" in settings.cors_allow_origins
-        app.add_middleware(
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=() if everybody else settings.cors_allow_origins,
             allow_origin_regex=".*" if everybody else None,
@@ -111,6 +110,22 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[wire.UNFINISHED_HEADER],
         )
+        middleware.append(cors)
+    gate = Middleware(
+        Gate,
+        api_key=settings.api_key,
+        allowed_origins=settings.cors_allow_origins,
+        public=(wire.HEALTH_PATH,),
+        direct=direct,
+        watch=None if metrics is None else metrics.watch,
+    )
+    app = Starlette(
+        routes=routes,
+        middleware=[*middleware, gate],
+        exception_handlers={HTTPException: _say_http_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
     return app
 
 
@@ -146,6 +161,26 @@ async def _say_http_error(request: Request, error: Exception) -> Response:
 
 # The description
 
+TITLE = "LightningStore"
+DESCRIPTION_PATH = "/openapi.json"
+
+
+async def _describe(request: Request) -> Response:
+    return JSONResponse(_description())
+
+
+async def _show_docs(request: Request) -> Response:
+    """A page that needs nothing of other sites."""
+    requests = [
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(one['summary'])}"
+        for path, methods in _description()["paths"].items()
+        for method, one in methods.items()
+    ]
+    head = f'<!doctype html><meta charset="utf-8"><title>{TITLE}</title><h1>{TITLE}</h1>'
+    link = f'<p>Bodies, parameters and replies: <a href="{DESCRIPTION_PATH}">{DESCRIPTION_PATH}</a> (OpenAPI 3.1).'
+    return HTMLResponse(f"{head}{link}<table>{''.join(requests)}</table>")
+
+
 _ERRORS = {
     "400": "A value makes no sense, or the body is not JSON",
     "401": "No API key, or a wrong one",
@@ -160,7 +195,7 @@ _ERRORS = {
 }
 
 
-def describe(title: str, routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
+def describe(routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
     """The OpenAPI description of the server, as JSON."""
     models = [
         (route, mode, TypeAdapter(model))
@@ -178,10 +213,13 @@ def describe(title: str, routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _describe_one(route, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": "1"},
+        "info": {"title": TITLE, "version": "1"},
         "paths": paths,
         "components": {"schemas": definitions.get("$defs", {})},
     }
+
+
+_description = cache(describe)
 
 
 def _describe_one(route: Route, schemas: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.loops import refuse_finalizers
@@ -74,7 +74,7 @@ class LightningStoreServer(ForwardingLightningStore):
         self._launch_mode: LaunchMode = launch_mode
         self._n_workers = n_workers
         self.store: LightningStore | None = store
-        self.app: FastAPI | None = create_app(store, self._settings)
+        self.app: Starlette | None = create_app(store, self._settings)
         self._running: _Running | None = None
         self._owner_pid: int | None = os.getpid()
         self._client: LightningStoreClient | None = None
@@ -170,7 +170,7 @@ class LightningStoreServer(ForwardingLightningStore):
             assert self.store is not None
             await self.store.close()
 
-    def _require_owner(self) -> tuple[FastAPI, LightningStore]:
+    def _require_owner(self) -> tuple[Starlette, LightningStore]:
         if not self._is_owner():
             raise Fatal("only the process that made a server can start and stop it; here it is a client")
         assert self.app is not None and self.store is not None
@@ -199,7 +199,7 @@ class _Running:
 
 
 class _InThread(_Running):
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
         self._server = Server(uvicorn_config(app))
         self._thread = threading.Thread(target=self._run, args=[listener], name="store-server", daemon=True)
         self._thread.start()
@@ -224,7 +224,7 @@ class _InThread(_Running):
 
 
 class _InLoop(_Running):
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
         self._server = Server(uvicorn_config(app))
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
 
