@@ -1,7 +1,8 @@
 """What Prefect's own parts log in a run's or a worker's process while the server is away: a line each.
 
 Left alone, each of its observers leaves a traceback at every outage and another at its end, and each event that waits
-for the server is printed whole, at ERROR, with thousands of characters.
+for the server is printed whole, at ERROR, with thousands of characters. A test fails where a version of
+Prefect says otherwise what is shortened here (`tests/flows/test_outage_logs.py`).
 """
 
 from __future__ import annotations

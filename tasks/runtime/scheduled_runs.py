@@ -93,7 +93,8 @@ def hold_place(
 
     Takes the place of Prefect's own, which ends a run whose lease cannot be renewed: by an outage of more than 75 s, or
     one of any length where leases are in the server's memory. Here a run continues; should another one start meanwhile,
-    both compute the same stages under the same keys, with one result.
+    both compute the same stages under the same keys, with one result. Prefect 3.9.1 ends a run, too, and no setting is
+    against it.
     """
     ended = threading.Event()
     renewing = threading.Thread(

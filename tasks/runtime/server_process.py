@@ -97,7 +97,7 @@ def serve(port: int) -> None:
 
 def leave_out_prefect_dask() -> None:
     """Of the packages that Prefect's server imports in search of types of blocks, leave out the one that has none: its
-    import of Dask and pandas is a third of a server's start."""
+    import of Dask and pandas is a third of a server's start. Prefect 3.9.1 imports them all, too."""
     collections: Any = import_module("prefect._internal.plugins.collections")
     collections.entry_points = lambda **of: [found for found in entry_points(**of) if found.value != "prefect_dask"]
 
@@ -107,7 +107,7 @@ def update_automations_without_waiting() -> None:
 
     Before 3.8.6 Prefect's server on SQLite stops its event loop there until it has a lock. A task of the same loop may
     hold that, as the look at all triggers every few seconds does, and then the server stands still for good
-    (PrefectHQ/prefect #23055).
+    (PrefectHQ/prefect #23055). This goes with Prefect 3.8.6.
     """
     automations: Any = import_module("prefect.server.events.models.automations")
     wait, updates = automations.run_coro_as_sync, set[asyncio.Task[Any]]()
@@ -129,7 +129,8 @@ def order_events_of_schedules() -> None:
 
     Prefect names the event of the state before as one that each event follows, and holds it back for a quarter of an
     hour where that has not come. The first state of a run of a schedule never makes an event, so of such a run
-    automations would see all that happens as much later: that it failed, or that its process died.
+    automations would see all that happens as much later: that it failed, or that its process died. So it is in 3.9.1,
+    too.
     """
     import_module("prefect.server.models")  # these import each other, and only from here on all is found
     policies: Any = import_module("prefect.server.orchestration.instrumentation_policies")
@@ -149,7 +150,8 @@ def know_events_of_before(began: datetime) -> None:
 
     Which events it has seen Prefect remembers in its process, whatever its setting for their order, and holds one whose
     predecessor it does not know back for a quarter of an hour: automations would act that late on a run that began
-    before a restart, also when it has ended since, and start it once more. Nobody follows an event of longer ago.
+    before a restart, also when it has ended since, and start it once more. Nobody follows an event of longer ago. So it
+    is in 3.9.1, too.
     """
     interface: Any = import_module("prefect.server.database").provide_database_interface()
     events: Any = import_module("prefect.server.events.ordering")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import sys
 
 import pytest
-from prefect._internal.concurrency import logger as services_logger
+from prefect._internal.concurrency import logger as services_logger, services
 from prefect._internal.observers import FlowRunCancellingObserver, FlowRunSuspendingObserver
 from prefect.events import Event, Resource
 
@@ -55,6 +56,7 @@ def test_other_errors_of_callbacks_are_told(caplog):
 
 def test_an_event_that_waits_for_the_server_is_a_short_warning():
     """The record as Prefect's service makes it, by the filters of its logger."""
+    assert f'"{outage_logs._UNSENT}"' in inspect.getsource(services)
     outage_logs.shorten()
     event = Event(event="prefect.task-run.Completed", resource=Resource({"prefect.resource.id": "x" * 3000}))
     record = services_logger.makeRecord(

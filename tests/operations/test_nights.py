@@ -15,6 +15,8 @@ import psutil
 import pytest
 import yaml
 from prefect import flow_engine
+from prefect._internal.concurrency.cancellation import CancelledError
+from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.automations import WEBHOOK_BLOCK
@@ -145,9 +147,14 @@ for module in sys.argv[1:]:
 
 
 def test_a_run_whose_place_is_lost_goes_on(machine: Machine, monkeypatch, caplog):
-    """Prefect alone ends it, after three attempts within seconds."""
+    """Prefect alone ends it, after three attempts within seconds: then `hold_place` is needed."""
     assert flow_engine.maintain_concurrency_lease is nights.hold_place
     monkeypatch.setenv("PREFECT_API_URL", machine.api)
     with temporary_settings({PREFECT_API_URL: machine.api}), caplog.at_level(logging.WARNING):
         with nights.hold_place(uuid4(), 300, raise_on_lease_renewal_failure=True):
             wait_for(lambda: "has lost its place" in caplog.text, "word of it")
+        with (
+            pytest.raises(CancelledError),
+            maintain_concurrency_lease(uuid4(), 300, raise_on_lease_renewal_failure=True),
+        ):
+            wait_for(lambda: False, "the end of the run")
