@@ -35,7 +35,7 @@ from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.runs.records import RunRecords, silent_seconds
 from rollout_core.store.connections import Connections, plain_connections
 from rollout_core.store.sql.by_url import count_all
-from tasks.runtime.prefect_server import connections, running_server
+from tasks.runtime.prefect_server import PREFECT_HOME, connections, running_server
 
 LOOK_SECONDS = 15.0
 """The longest that a part is looked at; all are looked at side by side."""
@@ -156,7 +156,7 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
 
 
-def find_server(home: Path, *, debug: bool = False) -> Server:
+def find_server(home: Path = PREFECT_HOME, *, debug: bool = False) -> Server:
     """The configured Prefect API, or the server of the folder ``home`` if it runs now.
 
     Prefect takes its settings when it is imported, so this comes before: from then on it uses this server, and gives up

@@ -20,7 +20,7 @@ from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 INSIDE_FUNCTIONS = {
     "deployments.cli.deploy": "Prefect reads its server's address when it is imported",
-    "deployments.cli.doctor": "Prefect reads its server's address when it is imported",
+    "deployments.cli.doctor": "Prefect reads its server's address when it is imported; the help is quick",
     "deployments.cli.install": "Prefect reads its server's address when it is imported",
     "deployments.cli.metrics": "Prefect reads its server's address when it is imported",
     "deployments.cli.worker": "Prefect reads its server's address when it is imported",

@@ -7,14 +7,15 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from deployments import probes
 from flows.cli.common import EXIT_FAILED, AsJson, Debug, one_line_errors
 from rollout_core.base.errors import ConfigError
-from tasks.runtime.prefect_server import PREFECT_HOME
+
+if TYPE_CHECKING:
+    from deployments.probes import Check
 
 
 class Word(StrEnum):
@@ -72,37 +73,43 @@ def doctor(
         _show(checks, as_json)
 
 
-def _examined(sections: Collection[str], debug: bool, *, now: bool) -> list[probes.Check]:
-    server = probes.find_server(PREFECT_HOME, debug=debug)
+def _examined(sections: Collection[str], debug: bool, *, now: bool) -> list[Check]:
+    from deployments.probes import find_server
+
+    server = find_server(debug=debug)
     from deployments.checks import GROUPS, NOW, examine  # with Prefect, which takes its settings now
 
     groups = {name for name, group in GROUPS.items() if group.section in sections and (now or name not in NOW)}
     return examine(server, groups, debug=debug)
 
 
-def _examined_cloud(provider: Literal["local", "aws", "gcp"] | None, config: Path | None) -> list[probes.Check]:
+def _examined_cloud(provider: Literal["local", "aws", "gcp"] | None, config: Path | None) -> list[Check]:
     from deployments.cloud_doctor import examined
 
     return examined(provider, config)
 
 
-def _show(checks: list[probes.Check], as_json: bool) -> None:
+def _show(checks: list[Check], as_json: bool) -> None:
+    from deployments.probes import checks_text
+
     if as_json:
         listed = [check.model_dump(mode="json", exclude_none=True) for check in checks]
         document = {"checked_at": datetime.now(UTC).isoformat(), "checks": listed}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        typer.echo(probes.checks_text(checks))
+        typer.echo(checks_text(checks))
     _exit_by(checks)
 
 
-def _exit_by(checks: list[probes.Check]) -> None:
-    if any(check.level is probes.Level.FAIL for check in checks):
+def _exit_by(checks: list[Check]) -> None:
+    if any(check.level == "fail" for check in checks):
         raise typer.Exit(EXIT_FAILED)
 
 
 def _status(as_json: bool, debug: bool) -> None:
-    server = probes.find_server(PREFECT_HOME, debug=debug)
+    from deployments.probes import find_server
+
+    server = find_server(debug=debug)
     from deployments.status import look, text  # with Prefect, which takes its settings now
 
     found = look(server, debug=debug)
@@ -139,7 +146,7 @@ def cloud_doctor(
             return _show(checks, as_json=False)
         from deployments.cloud_doctor import document
 
-        failed = sum(check.level is probes.Level.FAIL for check in checks)
+        failed = sum(check.level == "fail" for check in checks)
         total = sum(check.latency_ms or 0 for check in checks)
         summary = {"pass_count": len(checks) - failed, "fail_count": failed, "total_latency_ms": total}
         typer.echo(json.dumps({**document(checks), "summary": summary}, indent=2, ensure_ascii=False))

@@ -25,7 +25,7 @@ def metrics(
     deployments/grafana.json is a dashboard of them. Starts and changes nothing.
     """
     with one_line_errors(debug):
-        server = probes.find_server(PREFECT_HOME, debug=debug)
+        server = probes.find_server(debug=debug)
         if server.address is None:
             raise ConfigError(server.trouble or "no Prefect server")
         from deployments.exporter import events_file, serve  # with Prefect, which takes its settings now
