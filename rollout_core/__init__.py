@@ -24,6 +24,6 @@ moved.alias(
     },
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 DISTRIBUTION = "rollout-post-training"
 """What pip calls this project; `rollout` there is somebody else's."""

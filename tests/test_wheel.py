@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core import __version__
 from tests.conftest import PROJECT
 
 PACKAGES = ("rollout_core", "blocks", "tasks", "flows", "deployments")
@@ -73,14 +74,16 @@ def tracked_files(*paths: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stranger(wheel, tmp_path_factory) -> Path:
-    """A folder with a script; beside it an environment with the wheel and our dependencies, without this checkout."""
+    """A folder with a script, and an environment into which pip has installed the wheel. Our dependencies are found
+    there, and this checkout is not."""
     folder = tmp_path_factory.mktemp("stranger")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *options, wheel], check=True)
     [site] = (folder / "venv" / "lib").glob("python*/site-packages")
     # Files of a folder that a .pth names count, but not the .pth files in it, such as this checkout's own.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
     (folder / "project").mkdir()
     (folder / "project" / "own.py").write_text(SCRIPT)
     return folder
@@ -116,6 +119,19 @@ def test_a_strangers_script_runs_on_the_wheel(stranger):
     status, file = done.stdout.split()
     assert status == "queuing" and Path(file).is_relative_to(stranger / "venv")
     assert (stranger / "project" / "own.db").is_file(), "the migrations are in the wheel"
+
+
+def test_the_installed_command_is_of_this_version(stranger):
+    """pip has the version of the module, and the changelog has a section of it."""
+    command = [str(stranger / "venv" / "bin" / "rollout"), "--version"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=stranger / "project", env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, f"rollout {__version__}\n"), done.stderr
+    [info] = stranger.glob("venv/lib/python*/site-packages/*.dist-info/METADATA")
+    assert f"Version: {__version__}" in info.read_text().splitlines()
+    assert f"\n## {__version__}\n" in (PROJECT / "CHANGELOG.md").read_text()
 
 
 def test_a_strangers_script_is_type_checked_against_the_wheel(stranger):
