@@ -111,6 +111,7 @@ def measure(figures: Figures, sides: list[Side], server: str, *, iterations: int
         f"nightly again, beside a running server ({counts})": lambda side: side.run(*nightly, server=server)[0],
         "nightly again, with a server of its own": lambda side: side.run(*nightly)[0],
         "rollout --help": lambda side: side.run("--help")[0],
+        "rollout doctor --help": lambda side: side.run("doctor", "--help")[0],
     }
     for what, run in shapes.items():
         for _ in range(rounds):

@@ -325,6 +325,15 @@ print(*sorted({"prefect", "torch", "rich", "numpy"} & set(sys.modules)))
     assert others == ""
 
 
+def test_the_help_of_the_doctor_imports_nothing_of_what_it_checks():
+    """It answers within a quarter of a second on a quiet machine (`benchmarks/cached.py`)."""
+    program = (
+        "import sys, deployments.cli.doctor; print(*{'prefect', 'torch', 'pydantic', 'fsspec'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
 def test_the_version_is_the_packages():
     from rollout_core import __version__
 
