@@ -60,7 +60,7 @@ def export(
             raise ConfigError("nowhere to export to; give a FOLDER, or --push-to-hub REPO")
         if adapter and (gguf or dtype != "base"):
             raise ConfigError("--adapter writes an adapter alone, in float32; leave out --gguf and --dtype")
-        from rollout_core.promotion.export import export_model, model_to_export, push_to_hub  # with torch
+        from rollout_core.exports.hugging_face import export_model, model_to_export, push_to_hub  # with torch
 
         digits = _served(resource) if model == "latest" else model
         with object_store(storage) as objects, scratch_folder("export") as scratch:

@@ -12,12 +12,12 @@ import typer
 from flows.cli.common import Debug, one_line_errors
 from rollout_core.config import PromotionConfig, parse_config
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.retention.unstored import find_model
 from rollout_core.promotion.history import (
     Change,
     Entry,
     change_latest,
     history_of,
-    model_to_promote,
     resources_with_history,
     roll_back,
     served_model,
@@ -84,7 +84,7 @@ def promote(
         parse_config({"resource": resource}, PromotionConfig, name="--resource")
 
         async def change(objects: ObjectStore, store: LightningStore) -> tuple[str, Entry | None]:
-            found = model_to_promote(objects, model)
+            found = find_model(objects, model)
             wanted = Change("promote", resource, found, this_user("rollout promote"), reason)
             entry = await change_latest(store, objects, wanted)
             note_decision(objects, found, f"promoted by {wanted.by}: {reason}", promoted=True)

@@ -1,6 +1,6 @@
 """A GGUF file as a model folder: configuration, weights and tokenizer, of the same file always the same bytes.
 
-`rollout_core.promotion.gguf_file` writes such files. Nothing is guessed: a setting that changes what a model computes
+`rollout_core.models.gguf_writing` writes such files. Nothing is guessed: a setting that changes what a model computes
 is understood here or refused by name, and so is a tensor. Quantized weights are made numbers by the `gguf` package,
 which is llama.cpp's own, some rows at a time.
 """

@@ -28,10 +28,9 @@ from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import try_exclusive
 from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.addresses import complete_folder_id, complete_id, is_folder
+from rollout_core.objects.addresses import complete_id
 from rollout_core.objects.files import PROMOTION_REFS
 from rollout_core.objects.records import Record
-from rollout_core.objects.retention.unstored import why_not_stored
 from rollout_core.promotion.evidence import Evidence
 from rollout_core.store import LLM, LightningStore, Resource
 
@@ -386,27 +385,6 @@ def _named(entries: Sequence[Entry], resource: str, digits: str) -> ContentId:
     if found not in known:
         raise NotFound(f"{found} is no {what}; `rollout promote {found.short}` makes any model the latest")
     return found
-
-
-def model_to_promote(objects: ObjectStore, digits: str) -> ContentId:
-    """The model of that id, or of which those are the first digits.
-
-    Raises ConfigError or NotFound where the object store has none that is whole.
-    """
-    model = complete_folder_id(objects, digits)
-    if not objects.exists(model):
-        raise NotFound(f"no model {model} is in the object store {objects.url}")
-    if not is_folder(objects, model):
-        raise ConfigError(f"{model} is no model but a file; give the id of a model's folder, as `rollout lineage` does")
-    names = {file.path for file in objects.manifest(model).files}
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise ConfigError(f"{model} is no model: its folder needs config.json and *.safetensors")
-    if not objects.tree_is_present(model):
-        raise NotFound(
-            why_not_stored(objects, model)
-            or f"files of the model {model} are missing in the object store {objects.url}; make it again"
-        )
-    return model
 
 
 @asynccontextmanager

@@ -56,7 +56,7 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
     flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *agents, *training, *preferences}
     light = {
         "flows/rollback.py:rollback",
-        "flows/morning.py:morning_check",
+        "flows/daily_report.py:morning_check",
         "flows/candidate.py:promote_candidate",
         "flows/canary.py:canary",
         "flows/housekeeping.py:housekeeping",
@@ -64,6 +64,12 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
     }
     assert sorted(item["entrypoint"] for item in items) == sorted(flows | light)
     assert {item["work_pool"]["name"] for item in items} == {"{{ $ROLLOUT_POOL }}"}
+
+
+def test_a_deployment_of_an_earlier_version_finds_its_flow():
+    from prefect.flows import load_flow_from_entrypoint
+
+    assert load_flow_from_entrypoint(f"{PROJECT}/flows/morning.py:morning_check").name == "morning-check"
 
 
 @pytest.mark.server

@@ -28,6 +28,7 @@ from rollout_core.objects.local_trees import forget_local_tree
 from rollout_core.objects.records import Checkpoint, Model, Scores
 from rollout_core.objects.retention.unstored import (
     check_stored,
+    find_model,
     hold_model,
     is_whole,
     local_model,
@@ -36,7 +37,6 @@ from rollout_core.objects.retention.unstored import (
 )
 from rollout_core.objects.trees import TreeManifest
 from rollout_core.objects.verification import verify_store
-from rollout_core.promotion.history import model_to_promote
 from tasks import learn
 from tasks.runtime import iterations
 from tasks.runtime.flow_run import TRIES_FOR_AN_OBJECT, _repeat
@@ -146,7 +146,7 @@ def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"\(step 7 of GRPO, run run\) was not stored \(store_models\)"):
         check_stored(model, store)
     with pytest.raises(NotFound, match="was not stored"):
-        model_to_promote(store, model)
+        find_model(store, model)
     assert verify_store(store).damage == [], "nobody misses it"
 
     with pytest.raises(NotFound, match="snapshot not found"):

@@ -28,13 +28,13 @@ from rollout_core.models import gguf_reading
 from rollout_core.models.gguf_format import SPLITS, Split, split_name
 from rollout_core.models.gguf_header import read_header
 from rollout_core.models.gguf_reading import WeightType, read_gguf
+from rollout_core.models.gguf_writing import write_gguf
 from rollout_core.models.locating import Unchecked, converted_before, import_gguf, import_model
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.imports import sources_of
 from rollout_core.objects.lineage import lineage_of
 from rollout_core.plans.plan import check_model
-from rollout_core.promotion.gguf_file import write_gguf
 from tests.cli.test_cli import refused, rollout
 from tests.models import test_models
 from tests.models.gguf_files import FAMILIES, make_model, random_blocks, sentence_piece, write_model

@@ -19,6 +19,7 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.retention.garbage import collect_garbage
+from rollout_core.objects.retention.unstored import find_model
 from rollout_core.promotion import history
 from rollout_core.promotion.history import Change, Entry, change_latest, history_of, roll_back, served_model
 from rollout_core.store import LLM, SqlLightningStore
@@ -263,15 +264,15 @@ def test_an_entry_that_cannot_be_read_is_left_out_with_a_warning(place: Place, c
 
 def test_only_whole_models_are_promoted_by_id(place: Place):
     model = place.model("model")
-    assert history.model_to_promote(place.objects, model[:8]) == model
+    assert find_model(place.objects, model[:8]) == model
     (place.folder / "data").mkdir()
     (place.folder / "data" / "rows.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=r"no model: its folder needs config.json and \*.safetensors"):
-        history.model_to_promote(place.objects, place.objects.put_tree(place.folder / "data"))
+        find_model(place.objects, place.objects.put_tree(place.folder / "data"))
     with pytest.raises(ConfigError, match="is no model but a file"):
-        history.model_to_promote(place.objects, place.objects.put_bytes(b"text"))
+        find_model(place.objects, place.objects.put_bytes(b"text"))
     with pytest.raises(NotFound, match="no model"):
-        history.model_to_promote(place.objects, hash_bytes(b"nowhere"))
+        find_model(place.objects, hash_bytes(b"nowhere"))
     place.objects.delete(place.objects.manifest(model).files[1].content_id)
     with pytest.raises(NotFound, match="files of the model"):
-        history.model_to_promote(place.objects, model)
+        find_model(place.objects, model)

@@ -15,8 +15,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rollout_core.base.errors import ConfigError, MissingObject
+from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId
+from rollout_core.objects.addresses import complete_folder_id, is_folder
 from rollout_core.objects.files import CHOSEN_REFS, PRUNED_REFS
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Record
@@ -156,3 +157,24 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 
 def _ref(model: ContentId) -> str:
     return f"{PRUNED_REFS}/{ContentId(model)}"
+
+
+def find_model(objects: ObjectStore, digits: str) -> ContentId:
+    """The model of that id, or of which those are the first digits.
+
+    Raises ConfigError or NotFound where the object store has none that is whole.
+    """
+    model = complete_folder_id(objects, digits)
+    if not objects.exists(model):
+        raise NotFound(f"no model {model} is in the object store {objects.url}")
+    if not is_folder(objects, model):
+        raise ConfigError(f"{model} is no model but a file; give the id of a model's folder, as `rollout lineage` does")
+    names = {file.path for file in objects.manifest(model).files}
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise ConfigError(f"{model} is no model: its folder needs config.json and *.safetensors")
+    if not objects.tree_is_present(model):
+        raise NotFound(
+            why_not_stored(objects, model)
+            or f"files of the model {model} are missing in the object store {objects.url}; make it again"
+        )
+    return model

@@ -16,13 +16,13 @@ from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import LoRAConfig
+from rollout_core.exports.model_card import ModelHistory, hub_source
 from rollout_core.models.architecture import check_fit, peft_config, peft_names
 from rollout_core.models.deferred import stored_tensors
 from rollout_core.models.pretrained import ADAPTER_WEIGHTS
 from rollout_core.objects import ObjectStore, SnapshotStore, TreeManifest
 from rollout_core.objects.files import SNAPSHOT_REFS
 from rollout_core.objects.lineage import Lineage
-from rollout_core.promotion.model_card import ModelHistory, hub_source
 
 _ON_REFERENCE = ("ppo_update", "grpo_update")
 """Stages that put adapters into the reference; the model they begin with has those of the iteration before merged."""

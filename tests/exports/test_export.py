@@ -20,14 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.exports.hugging_face import export_model, model_to_export, push_to_hub
+from rollout_core.exports.model_card import history_of_model, model_card
+from rollout_core.models.gguf_writing import write_gguf
 from rollout_core.models.precision import cast_model, in_precision_of
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.lineage import Lineage, record_lineage
-from rollout_core.promotion.export import export_model, model_to_export, push_to_hub
-from rollout_core.promotion.gguf_file import write_gguf
 from rollout_core.promotion.history import Entry, _write, history_of  # pyright: ignore[reportPrivateUsage]
-from rollout_core.promotion.model_card import history_of_model, model_card
 from tests.cli.test_cli import refused, rollout
 
 

@@ -21,19 +21,19 @@ from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recov
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.settings import read_secret
 from rollout_core.data.turn_ends import all_ends, turn_ends
+from rollout_core.exports.adapter import base_of_adapter, write_adapter
+from rollout_core.exports.model_card import ModelHistory, history_of_model, model_card
 from rollout_core.models.facts import end_ids
+from rollout_core.models.gguf_writing import FILE as GGUF, write_gguf
 from rollout_core.models.locating import without_token
 from rollout_core.models.precision import DTYPES, cast_model, stored_dtype
 from rollout_core.models.pretrained import load_tokenizer, read_object
 from rollout_core.objects import ObjectStore, SnapshotStore, TreeManifest
 from rollout_core.objects.addresses import complete_id, is_short_id
 from rollout_core.objects.files import SNAPSHOT_REFS
+from rollout_core.objects.retention.unstored import find_model
 from rollout_core.objects.snapshots import MODEL_FOLDER
 from rollout_core.objects.trees import appearing_folder
-from rollout_core.promotion.adapter import base_of_adapter, write_adapter
-from rollout_core.promotion.gguf_file import FILE as GGUF, write_gguf
-from rollout_core.promotion.history import model_to_promote
-from rollout_core.promotion.model_card import ModelHistory, history_of_model, model_card
 
 CARD, RECORDS, METRICS = "README.md", "lineage.json", "training-metrics.jsonl"
 REFUSED = (401, 403)
@@ -51,8 +51,8 @@ def model_to_export(objects: ObjectStore, digits: str) -> ContentId:
         state = complete_id(digits, found, "snapshot")
         if not SnapshotStore(objects).is_present(state):
             raise NotFound(f"files of the snapshot {state} are missing in the object store {objects.url}")
-        return model_to_promote(objects, SnapshotStore(objects).subtree(state, MODEL_FOLDER))
-    return model_to_promote(objects, digits)
+        return find_model(objects, SnapshotStore(objects).subtree(state, MODEL_FOLDER))
+    return find_model(objects, digits)
 
 
 def export_model(
