@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import Conflict
-from rollout_core.store.checks import check_id_list, refuse_missing
+from rollout_core.store.checks import check_id_list, refuse_missing, rollout_changes
 from rollout_core.store.encoded_spans import EncodedSpan, encode_ends
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.operations import answer_of_fence
@@ -278,6 +278,19 @@ class LightningStore(Queries):
         Raises NotFound for an unknown rollout, ConfigError for a value that is not allowed (``status=None`` and
         ``config=None`` among them).
         """
+        changes = rollout_changes(
+            rollout_id,
+            input=input,
+            mode=mode,
+            resources_id=resources_id,
+            status=status,
+            config=config,
+            metadata=metadata,
+        )
+        return await self.change_rollout(rollout_id, changes)
+
+    async def change_rollout(self, rollout_id: str, changes: dict[str, Any]) -> Rollout:
+        """What ``update_rollout`` asks for: the new values of some fields, which are checked."""
         raise self._lacks("update_rollout")
 
     async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[Rollout]:

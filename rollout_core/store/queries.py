@@ -166,6 +166,10 @@ class WorkersQuery(NamedTuple):
         return self
 
 
+Query = RolloutsQuery | AttemptsQuery | SpansQuery | ResourcesQuery | WorkersQuery
+"""One whose answer is a page."""
+
+
 class Queries:
     """The queries of a LightningStore.
 
@@ -390,7 +394,7 @@ def _is_browsed(rollout: Rollout, query: RolloutsBrowse) -> bool:
 
 
 def _check(
-    query: RolloutsQuery | AttemptsQuery | SpansQuery | ResourcesQuery | WorkersQuery,
+    query: Query,
     model: type[BaseModel],
     logic: FilterLogic = "and",
 ) -> None:

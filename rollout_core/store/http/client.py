@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
@@ -42,8 +42,6 @@ from rollout_core.store.types import (
 
 logger = logging.getLogger(__name__)
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
 LONGEST_TIMEOUT_SECONDS = 0.1
 """Longest timeout that ``wait_for_rollouts`` of a client takes; the contract's limit, not ours."""
 
@@ -54,17 +52,13 @@ _STARTED = TypeAdapter(AttemptedRollout)
 _MANY_STARTED = TypeAdapter(list[AttemptedRollout | None])
 _OUTCOMES = TypeAdapter(list[wire.AttemptOutcome])
 _RESOURCES = TypeAdapter(ResourcesUpdate)
-# Of a query's two routes the one with a body, which comes second.
-_ROUTES = {route.passes: route for route in ROUTES if route.passes is not None}
 _OLDER_NAMES = {"status": "status_in", "rollout_ids": "rollout_id_in"}
 """Of filters, as the contract has them; the newer ones win."""
 
 
-def _sent(method: Method, repeat: Callable[[dict[str, Any]], Repeat] = lambda given: Repeat.HARMLESS) -> Method:
-    """A method of the contract, passed on by the table of routes. ``repeat`` says of arguments whether a second try
-    would matter."""
+def _sent(method: Callable[..., Any], route: Route) -> Callable[..., Any]:
+    """A method of the contract, passed on by its route."""
     name = method.__name__
-    route = _ROUTES[name]
     signature = inspect.signature(method)
     defaults = {parameter.name: parameter.default for parameter in signature.parameters.values()}
     in_path = re.findall(r"{(\w+)}", route.path)
@@ -92,12 +86,13 @@ def _sent(method: Method, repeat: Callable[[dict[str, Any]], Repeat] = lambda gi
         # The server refuses empty pages, as the one that it stands in for; the contract wants their total.
         is_empty = body.get("limit") == 0 and "offset" in body
         data = _json({**body, "limit": 1} if is_empty else body, name)
-        found = adapter.validate_json(await transport.post(path, data, repeat(given)))
+        repeat = Repeat.MATTERS if route.repeat_matters(given) else Repeat.HARMLESS
+        found = adapter.validate_json(await transport.post(path, data, repeat))
         return found.model_copy(update={"items": [], "limit": 0}) if is_empty else found
 
     # Taken over by ``wraps`` from the contract, where the method is abstract.
     call.__dict__.pop("__isabstractmethod__", None)
-    return cast(Method, call)
+    return call
 
 
 def _json(body: Any, what: str) -> bytes:
@@ -122,11 +117,6 @@ def _body(route: Route, given: dict[str, Any]) -> dict[str, Any]:
 def _given(**values: Any) -> dict[str, Any]:
     """The arguments that were given."""
     return {name: value for name, value in values.items() if not isinstance(value, Unset)}
-
-
-def _repeat_of_update(given: dict[str, Any]) -> Repeat:
-    # Queued twice, a rollout might be run twice.
-    return Repeat.MATTERS if given["status"] in ("queuing", "requeuing") else Repeat.HARMLESS
 
 
 def _rollouts_of_claim(data: bytes) -> list[AttemptedRollout]:
@@ -185,8 +175,6 @@ class LightningStoreClient(LightningStore):
     def capabilities(self) -> LightningStoreCapabilities:
         """Safe for tasks and threads; all clients see the server's one store; OTLP is at the server."""
         return LightningStoreCapabilities(thread_safe=True, async_safe=True, zero_copy=True, otlp_traces=True)
-
-    statistics = _sent(LightningStore.statistics)
 
     def otlp_traces_endpoint(self) -> str:
         """URL for an OTLP/HTTP exporter."""
@@ -298,12 +286,7 @@ class LightningStoreClient(LightningStore):
         body = {**request.__dict__, "worker_id": worker_id}
         return _STARTED.validate_json(await self._post("/rollouts", body, "input", Repeat.MATTERS))
 
-    start_many_attempts = _sent(LightningStore.start_many_attempts, lambda given: Repeat.MATTERS)
-
     # Updates
-
-    update_rollout = _sent(LightningStore.update_rollout, _repeat_of_update)
-    cancel_rollouts = _sent(LightningStore.cancel_rollouts)
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
@@ -319,10 +302,8 @@ class LightningStoreClient(LightningStore):
         spans, updates = encode_ends(ends)
         # The server numbers those without a number; JSON's null would not pass for one.
         sent = b",".join(span_json(span._replace(sequence_id=span.sequence_id or 0)) for span in spans)
-        body = b'{"spans":[%b],"updates":%b}' % (
-            sent,
-            _json([_given(**update.__dict__) for update in updates], "update"),
-        )
+        changes = _json([_given(**update.__dict__) for update in updates], "updates")
+        body = b'{"spans":[%b],"updates":%b}' % (sent, changes)
         reply = await self._transport.post(wire.PREFIX + "/rollouts/attempts/end", body, Repeat.HARMLESS)
         return _read_outcomes(reply)
 
@@ -340,20 +321,7 @@ class LightningStoreClient(LightningStore):
         reply = await self._post("/spans/next/batch", body, "rollout_attempt_ids")
         return wire.SequenceIdsReply.model_validate_json(reply).sequence_ids
 
-    # Queries
-
-    query_rollouts = _sent(LightningStore.query_rollouts)
-    browse_rollouts = _sent(LightningStore.browse_rollouts)
-    get_rollout_by_id = _sent(LightningStore.get_rollout_by_id)
-    query_attempts = _sent(LightningStore.query_attempts)
-    get_latest_attempt = _sent(LightningStore.get_latest_attempt)
-    query_spans = _sent(LightningStore.query_spans)
-    query_many_spans = _sent(LightningStore.query_many_spans)
-    query_resources = _sent(LightningStore.query_resources)
-    get_resources_by_id = _sent(LightningStore.get_resources_by_id)
-    get_latest_resources = _sent(LightningStore.get_latest_resources)
-    query_workers = _sent(LightningStore.query_workers)
-    get_worker_by_id = _sent(LightningStore.get_worker_by_id)
+    # Waiting
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         """Wait as the contract says. A timeout of more than 0.1 s is a ConfigError; None waits as long as it takes."""
@@ -393,9 +361,13 @@ class LightningStoreClient(LightningStore):
         data = resources_json(resources).encode()
         return _RESOURCES.validate_json(await self._transport.post(wire.PREFIX + path, data, Repeat.MATTERS))
 
-    update_worker = _sent(LightningStore.update_worker)
-
     # Requests
 
     async def _post(self, path: str, body: Any, what: str, repeat: Repeat = Repeat.HARMLESS) -> bytes:
         return await self._transport.post(wire.PREFIX + path, _json(body, what), repeat)
+
+
+# Of a query's two routes the one with a body, which comes second.
+for _name, _route in {route.passes: route for route in ROUTES if route.passes is not None and route.is_sent}.items():
+    if _name not in vars(LightningStoreClient):  # those that are there do more than pass the call on
+        setattr(LightningStoreClient, _name, _sent(getattr(LightningStore, _name), _route))

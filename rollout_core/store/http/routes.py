@@ -71,7 +71,11 @@ class Route:
     summary: str
     handler: Handler
     passes: str | None = None
-    """The coroutine of the contract that it stands for, if client and server only pass it on."""
+    """The coroutine of the contract that it stands for, if the server only passes it on."""
+    is_sent: bool = True
+    """Whether our client passes that call on by it; single forms it makes of batches."""
+    repeat_matters: Callable[[Mapping[str, Any]], bool] = lambda given: False
+    """Whether a second try with these arguments of the call would do more than the first one."""
     takes: Any = None
     """Type of the body, or for a GET of the query."""
     gives: Any = None
@@ -274,6 +278,7 @@ _pass(
     "start_attempts",
     "Start a new attempt of each of these rollouts, all or none.",
     "start_many_attempts",
+    repeat_matters=lambda given: True,
     takes=wire.StartAttemptsRequest,
     gives=list[AttemptedRollout],
     status=201,
@@ -334,6 +339,7 @@ _pass(
     "update_rollout",
     "Replace the given fields of a rollout.",
     "update_rollout",
+    repeat_matters=lambda given: given["status"] in ("queuing", "requeuing"),  # queued twice, it might be run twice
     takes=wire.RolloutChanges,
     gives=wire.AnyRollout,
 )
@@ -342,6 +348,7 @@ _pass(
     "start_attempt",
     "Start a new attempt of a rollout.",
     "start_attempt",
+    is_sent=False,
     takes=wire.StartAttemptRequest,
     gives=AttemptedRollout,
     status=201,
@@ -366,6 +373,7 @@ _pass(
     "update_attempt",
     "Update one attempt, which may be named ``latest``.",
     "update_attempt",
+    is_sent=False,
     takes=wire.AttemptChanges,
     gives=Attempt,
 )

@@ -15,7 +15,6 @@ from rollout_core.store.checks import (
     check_texts,
     kept_updates,
     resources_json,
-    rollout_changes,
     stats_json,
 )
 from rollout_core.store.codec import decode
@@ -60,10 +59,6 @@ from rollout_core.store.types import (
     LightningStoreStatistics,
     PaginatedResult,
     Rollout,
-    RolloutConfig,
-    RolloutMode,
-    RolloutStatus,
-    TaskInput,
     Unset,
     Worker,
     as_model,
@@ -261,18 +256,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     # Updates
 
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        input: TaskInput | Unset = UNSET,
-        mode: RolloutMode | Unset | None = UNSET,
-        resources_id: str | Unset | None = UNSET,
-        status: RolloutStatus | Unset = UNSET,
-        config: RolloutConfig | Unset = UNSET,
-        metadata: dict[str, Any] | Unset | None = UNSET,
-    ) -> Rollout:
-        fields = {"input": input, "mode": mode, "resources_id": resources_id, "status": status, "config": config}
-        changes = rollout_changes(rollout_id, **fields, metadata=metadata)
+    async def change_rollout(self, rollout_id: str, changes: dict[str, Any]) -> Rollout:
         for name in changes.keys() & {"input", "metadata"}:
             changes[name] = kept_json(changes[name], name)
 

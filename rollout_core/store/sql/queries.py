@@ -5,13 +5,27 @@ A query is put together from the fixed pieces below; what a caller gives is only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from rollout_core.base.errors import ConfigError, NotFound
-from rollout_core.store.checks import LARGEST_NUMBER, check_page
+from pydantic import BaseModel
+
+from rollout_core.base.errors import NotFound
+from rollout_core.store.checks import LARGEST_NUMBER
 from rollout_core.store.lifecycle import FINISHED
+from rollout_core.store.queries import (
+    AttemptsQuery,
+    Query,
+    ResourcesQuery,
+    RolloutsBrowse,
+    RolloutsQuery,
+    SpansQuery,
+    WorkersQuery,
+    sortable_fields,
+)
 from rollout_core.store.resources import ResourcesUpdate
+from rollout_core.store.spans import Span
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
@@ -28,61 +42,35 @@ from rollout_core.store.types import (
     PaginatedResult,
     Rollout,
     RolloutStatus,
-    SortOrder,
     Worker,
 )
 
 Model = TypeVar("Model")
 
-# Where a value is missing, a time counts as infinitely late, a text as "" and a number as 0.
-ROLLOUT_SORT = {
-    "rollout_id": "r.rollout_id",
-    "status": "r.status",
-    "mode": "COALESCE(r.mode, '')",
-    "resources_id": "COALESCE(r.resources_id, '')",
-    "start_time": "r.start_time",
-    "end_time": "COALESCE(r.end_time, {infinity})",
-}
-ATTEMPT_SORT = {
-    "rollout_id": "a.rollout_key",
-    "attempt_id": "a.attempt_id",
-    "sequence_id": "a.sequence_id",
-    "status": "a.status",
-    "worker_id": "COALESCE(a.worker_id, '')",
-    "start_time": "a.start_time",
-    "end_time": "COALESCE(a.end_time, {infinity})",
-    "last_heartbeat_time": "COALESCE(a.last_heartbeat_time, {infinity})",
-}
-SPAN_SORT = {
-    "rollout_id": "s.rollout_key",
-    "attempt_id": "s.attempt_id",
-    "sequence_id": "s.sequence_id",
-    "trace_id": "s.trace_id",
-    "span_id": "s.span_id",
-    "parent_id": "COALESCE(s.parent_id, '')",
-    "name": "s.name",
-    "start_time": "COALESCE(s.start_time, {infinity})",
-    "end_time": "COALESCE(s.end_time, {infinity})",
-}
-RESOURCES_SORT = {name: name for name in ("resources_id", "create_time", "update_time", "version")}
-WORKER_SORT = {
-    "worker_id": "worker_id",
-    "status": "status",
-    "last_heartbeat_time": "COALESCE(last_heartbeat_time, {infinity})",
-    "last_dequeue_time": "COALESCE(last_dequeue_time, {infinity})",
-    "last_busy_time": "COALESCE(last_busy_time, {infinity})",
-    "last_idle_time": "COALESCE(last_idle_time, {infinity})",
-    "current_rollout_id": "COALESCE(current_rollout_id, '')",
-    "current_attempt_id": "COALESCE(current_attempt_id, '')",
-}
+
+def _sort(model: type[BaseModel], table: str, **others: str) -> dict[str, str]:
+    """By field, what rows are sorted by; ``others`` are not their field's own column. Where a value is missing, a time
+    counts as infinitely late, a text as "" and a number as 0."""
+    sort: dict[str, str] = {}
+    for name, missing in sortable_fields(model).items():
+        column = f"{table}{name}"
+        instead = "{infinity}" if missing == math.inf else f"{missing!r}"
+        sort[name] = others.get(name, column if missing is None else f"COALESCE({column}, {instead})")
+    return sort
+
+
+ROLLOUT_SORT = _sort(Rollout, "r.")
+ATTEMPT_SORT = _sort(Attempt, "a.", rollout_id="a.rollout_key")
+SPAN_SORT = _sort(Span, "s.", rollout_id="s.rollout_key")
+SPAN_TIES = (SPAN_SORT["start_time"], SPAN_SORT["end_time"], "s.key")
+RESOURCES_SORT = _sort(ResourcesUpdate, "")
+WORKER_SORT = _sort(Worker, "")
 
 
 class Filter:
     """Conditions on the rows of one table: some always hold, the others are joined by ``logic``."""
 
     def __init__(self, tx: Transaction, logic: FilterLogic = "and") -> None:
-        if logic not in ("and", "or"):
-            raise ConfigError(f"filter_logic is {logic!r}; expected 'and' or 'or'")
         self._tx = tx
         self._logic = f" {logic.upper()} "
         self._always: list[str] = []
@@ -130,15 +118,11 @@ class Filter:
         return [*self._always_parameters, *self._joined_parameters]
 
 
-def order_by(columns: Mapping[str, str], sort_by: str | None, sort_order: SortOrder, *ties: str) -> str:
-    """The ORDER BY clause for a field, ties broken by ``ties``; without a field, by ``ties`` alone."""
-    if sort_order not in ("asc", "desc"):
-        raise ConfigError(f"sort_order is {sort_order!r}; expected 'asc' or 'desc'")
-    if sort_by is None:
+def order_by(columns: Mapping[str, str], query: Query, *ties: str) -> str:
+    """The ORDER BY clause of a query that was checked, ties broken by ``ties``; without a field, by ``ties`` alone."""
+    if query.sort_by is None:
         return f" ORDER BY {', '.join(ties)}"
-    if sort_by not in columns:
-        raise ConfigError(f"cannot sort by {sort_by!r}; expected one of {', '.join(columns)}")
-    return f" ORDER BY {columns[sort_by]} {sort_order.upper()}, {', '.join(ties)}"
+    return f" ORDER BY {columns[query.sort_by]} {query.sort_order.upper()}, {', '.join(ties)}"
 
 
 SELECT, COUNT = "SELECT ", "SELECT COUNT(*)"  # apart, because linters take a SELECT in an f-string for an injection
@@ -151,12 +135,11 @@ SPANS_OF_LATEST_ATTEMPT = (
 
 def _page(
     tx: Transaction,
+    query: Query,
     select: str,
     source: str,
     filter: Filter,
     order: str,
-    limit: int,
-    offset: int,
     model: Callable[[tuple[Any, ...]], Model],
     *,
     key: str | None = None,
@@ -167,7 +150,7 @@ def _page(
     With the name of its ``key``, only the keys of ``source`` are sorted, and rows are read for the page alone.
     ``count`` yields the total where that is known without counting.
     """
-    check_page(limit, offset)
+    limit, offset = query.limit, query.offset
     where, parameters = filter.where, filter.parameters
     if limit == -1 and offset == 0:
         items = [model(row) for row in tx.rows(f"{select}{where}{order}", *parameters)]
@@ -189,45 +172,31 @@ def _page(
     return PaginatedResult(items=[model(row) for row in rows], limit=limit, offset=offset, total=total)
 
 
-def find_rollouts(
-    tx: Transaction,
-    *,
-    status_in: Sequence[str] | None,
-    rollout_id_in: Sequence[str] | None,
-    rollout_id_contains: str | None,
-    filter_logic: FilterLogic,
-    sort_by: str | None,
-    sort_order: SortOrder,
-    limit: int,
-    offset: int,
-) -> PaginatedResult[Rollout]:
+def find_rollouts(tx: Transaction, query: RolloutsQuery) -> PaginatedResult[Rollout]:
     """See ``LightningStore.query_rollouts``."""
     filter = (
-        Filter(tx, filter_logic)
-        .within("r.status", status_in)
-        .within("r.rollout_id", rollout_id_in)
-        .contains("r.rollout_id", rollout_id_contains)
+        Filter(tx, query.filter_logic)
+        .within("r.status", query.status_in)
+        .within("r.rollout_id", query.rollout_id_in)
+        .contains("r.rollout_id", query.rollout_id_contains)
     )
-    order = order_by(ROLLOUT_SORT, sort_by, sort_order, "r.key")
-    by_status_alone = rollout_id_in is None and rollout_id_contains is None
+    by_status_alone = query.rollout_id_in is None and query.rollout_id_contains is None
     return _page(
         tx,
+        query,
         ROLLOUTS_WITH_ATTEMPT,
         " FROM rollouts r",
         filter,
-        order,
-        limit,
-        offset,
+        order_by(ROLLOUT_SORT, query, "r.key"),
         rollout_model,
         key="r.key",
-        count=(lambda: _count_rollouts(tx, status_in)) if by_status_alone else None,
+        count=(lambda: _count_rollouts(tx, query.status_in)) if by_status_alone else None,
     )
 
 
-def browse_rollouts(
-    tx: Transaction, *, before: str | None, status_in: Sequence[str] | None, text: str | None, limit: int, within: int
-) -> BrowsedPage[Rollout]:
+def browse_rollouts(tx: Transaction, query: RolloutsBrowse) -> BrowsedPage[Rollout]:
     """See ``LightningStore.browse_rollouts``."""
+    before, status_in, text, limit, within = query
     filter = Filter(tx)
     if before is not None:
         after = tx.row("SELECT key FROM rollouts WHERE rollout_id = ?", before)
@@ -294,20 +263,17 @@ def any_due(tx: Transaction) -> bool:
     return bool(tx.rows(sql, tx.now))
 
 
-def find_attempts(
-    tx: Transaction, rollout_id: str, *, sort_by: str | None, sort_order: SortOrder, limit: int, offset: int
-) -> PaginatedResult[Attempt]:
+def find_attempts(tx: Transaction, query: AttemptsQuery) -> PaginatedResult[Attempt]:
     """See ``LightningStore.query_attempts``."""
-    filter = Filter(tx).always("a.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
+    filter = Filter(tx).always("a.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", query.rollout_id)
     return _page(
         tx,
+        query,
         "SELECT {attempt} FROM attempts a",
         " FROM attempts a",
         filter,
-        order_by(ATTEMPT_SORT, sort_by, sort_order, "a.sequence_id"),
-        limit,
-        offset,
-        lambda row: attempt_model(rollout_id, row),
+        order_by(ATTEMPT_SORT, query, "a.sequence_id"),
+        lambda row: attempt_model(query.rollout_id, row),
     )
 
 
@@ -321,43 +287,28 @@ def find_latest_attempt(tx: Transaction, rollout_id: str) -> Attempt | None:
     return None if row is None else attempt_model(rollout_id, row)
 
 
-def find_spans(
-    tx: Transaction,
-    rollout_id: str,
-    attempt_id: str | None,
-    *,
-    exact: Mapping[str, str | None],
-    parts: Mapping[str, str | None],
-    filter_logic: FilterLogic,
-    sort_by: str | None,
-    sort_order: SortOrder,
-    limit: int,
-    offset: int,
-    model: Callable[[Sequence[Any]], Model],
-) -> PaginatedResult[Model]:
-    """See ``LightningStore.query_spans``. ``exact`` and ``parts`` are the filters by field.
-
-    ``model`` makes an item of a tuple like an ``EncodedSpan``.
-    """
-    filter = Filter(tx, filter_logic)
+def find_spans(tx: Transaction, query: SpansQuery, model: Callable[[Sequence[Any]], Model]) -> PaginatedResult[Model]:
+    """See ``LightningStore.query_spans``. ``model`` makes an item of a tuple like an ``EncodedSpan``."""
+    rollout_id, attempt_id = query.rollout_id, query.attempt_id
+    filter = Filter(tx, query.filter_logic)
     filter.always("s.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
     if attempt_id == "latest":
         latest = find_latest_attempt(tx, rollout_id)
         filter.always("s.attempt_id = ?", "" if latest is None else latest.attempt_id)
     elif attempt_id is not None:
         filter.always("s.attempt_id = ?", attempt_id)
-    for field in ("trace_id", "span_id", "parent_id", "name"):
-        filter.equals(f"s.{field}", exact.get(field)).contains(f"s.{field}", parts.get(field))
+    parts = query.parts
+    for field, text in query.exact.items():
+        filter.equals(f"s.{field}", text).contains(f"s.{field}", parts[field])
     # Spans that share a sequence id are ordered by their times.
-    ties = (SPAN_SORT["start_time"], SPAN_SORT["end_time"], "s.key") if sort_by == "sequence_id" else ("s.key",)
+    ties = SPAN_TIES if query.sort_by == "sequence_id" else ("s.key",)
     return _page(
         tx,
+        query,
         "SELECT {span} FROM spans s",
         " FROM spans s",
         filter,
-        order_by(SPAN_SORT, sort_by, sort_order, *ties),
-        limit,
-        offset,
+        order_by(SPAN_SORT, query, *ties),
         lambda row: model((rollout_id, *row)),
     )
 
@@ -367,35 +318,19 @@ def find_many_spans(
 ) -> list[Model]:
     """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then in order."""
     filter = Filter(tx).within("r.rollout_id", rollout_ids).equals("s.name", name)
-    order = order_by(SPAN_SORT, "sequence_id", "asc", SPAN_SORT["start_time"], SPAN_SORT["end_time"], "s.key")
+    order = f" ORDER BY s.sequence_id, {', '.join(SPAN_TIES)}"
     found = tx.rows(f"{SPANS_OF_LATEST_ATTEMPT}{filter.where}{order}", *filter.parameters)
     place = {rollout_id: index for index, rollout_id in enumerate(dict.fromkeys(rollout_ids))}
     found.sort(key=lambda row: place[row[0]])
     return [model(row) for row in found]
 
 
-def find_resources(
-    tx: Transaction,
-    *,
-    resources_id: str | None,
-    resources_id_contains: str | None,
-    sort_by: str | None,
-    sort_order: SortOrder,
-    limit: int,
-    offset: int,
-) -> PaginatedResult[ResourcesUpdate]:
+def find_resources(tx: Transaction, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
     """See ``LightningStore.query_resources``."""
-    filter = Filter(tx).equals("resources_id", resources_id).contains("resources_id", resources_id_contains)
-    return _page(
-        tx,
-        "SELECT {resources} FROM resources",
-        " FROM resources",
-        filter,
-        order_by(RESOURCES_SORT, sort_by, sort_order, "key"),
-        limit,
-        offset,
-        resources_model,
-    )
+    filter = Filter(tx).equals("resources_id", query.resources_id)
+    filter.contains("resources_id", query.resources_id_contains)
+    order = order_by(RESOURCES_SORT, query, "key")
+    return _page(tx, query, "SELECT {resources} FROM resources", " FROM resources", filter, order, resources_model)
 
 
 def find_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
@@ -404,29 +339,12 @@ def find_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
     return None if row is None else resources_model(row)
 
 
-def find_workers(
-    tx: Transaction,
-    *,
-    status_in: Sequence[str] | None,
-    worker_id_contains: str | None,
-    filter_logic: FilterLogic,
-    sort_by: str | None,
-    sort_order: SortOrder,
-    limit: int,
-    offset: int,
-) -> PaginatedResult[Worker]:
+def find_workers(tx: Transaction, query: WorkersQuery) -> PaginatedResult[Worker]:
     """See ``LightningStore.query_workers``."""
-    filter = Filter(tx, filter_logic).within("status", status_in).contains("worker_id", worker_id_contains)
-    return _page(
-        tx,
-        "SELECT {worker} FROM workers",
-        " FROM workers",
-        filter,
-        order_by(WORKER_SORT, sort_by, sort_order, "key"),
-        limit,
-        offset,
-        worker_model,
-    )
+    filter = Filter(tx, query.filter_logic).within("status", query.status_in)
+    filter.contains("worker_id", query.worker_id_contains)
+    order = order_by(WORKER_SORT, query, "key")
+    return _page(tx, query, "SELECT {worker} FROM workers", " FROM workers", filter, order, worker_model)
 
 
 def find_worker(tx: Transaction, worker_id: str) -> Worker | None:

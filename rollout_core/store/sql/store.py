@@ -23,7 +23,6 @@ from rollout_core.store.checks import (
     check_texts,
     kept_updates,
     resources_json,
-    rollout_changes,
     stats_json,
 )
 from rollout_core.store.codec import encode
@@ -56,10 +55,6 @@ from rollout_core.store.types import (
     LightningStoreStatistics,
     PaginatedResult,
     Rollout,
-    RolloutConfig,
-    RolloutMode,
-    RolloutStatus,
-    TaskInput,
     Unset,
     Worker,
     as_model,
@@ -221,25 +216,7 @@ class SqlLightningStore(LightningStore):
 
     # Updates
 
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        input: TaskInput | Unset = UNSET,
-        mode: RolloutMode | Unset | None = UNSET,
-        resources_id: str | Unset | None = UNSET,
-        status: RolloutStatus | Unset = UNSET,
-        config: RolloutConfig | Unset = UNSET,
-        metadata: dict[str, Any] | Unset | None = UNSET,
-    ) -> Rollout:
-        changes = rollout_changes(
-            rollout_id,
-            input=input,
-            mode=mode,
-            resources_id=resources_id,
-            status=status,
-            config=config,
-            metadata=metadata,
-        )
+    async def change_rollout(self, rollout_id: str, changes: dict[str, Any]) -> Rollout:
         for name in changes.keys() & {"input", "metadata"}:
             if name == "input" or changes[name] is not None:
                 changes[name] = encode(changes[name], name)
@@ -290,17 +267,17 @@ class SqlLightningStore(LightningStore):
     # Queries
 
     async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
-        return await self._watched_read(lambda tx: queries.find_rollouts(tx, **query._asdict()))
+        return await self._watched_read(lambda tx: queries.find_rollouts(tx, query))
 
     async def find_browsed(self, query: RolloutsBrowse) -> BrowsedPage[Rollout]:
-        return await self._watched_read(lambda tx: queries.browse_rollouts(tx, **query._asdict()))
+        return await self._watched_read(lambda tx: queries.browse_rollouts(tx, query))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_rollout(tx, rollout_id))
 
     async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
-        return await self._watched_read(lambda tx: queries.find_attempts(tx, **query._asdict()))
+        return await self._watched_read(lambda tx: queries.find_attempts(tx, query))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
@@ -316,21 +293,7 @@ class SqlLightningStore(LightningStore):
 
     async def _span_page(self, query: SpansQuery, model: Callable[[Sequence[Any]], Result]) -> PaginatedResult[Result]:
         """A page of spans, each made by ``model`` of a tuple like an ``EncodedSpan``."""
-        return await self._watched_read(
-            lambda tx: queries.find_spans(
-                tx,
-                query.rollout_id,
-                query.attempt_id,
-                exact=query.exact,
-                parts=query.parts,
-                filter_logic=query.filter_logic,
-                sort_by=query.sort_by,
-                sort_order=query.sort_order,
-                limit=query.limit,
-                offset=query.offset,
-                model=model,
-            )
-        )
+        return await self._watched_read(lambda tx: queries.find_spans(tx, query, model))
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         check_id_list(rollout_ids)
@@ -392,7 +355,7 @@ class SqlLightningStore(LightningStore):
         return await self._write(lambda tx: queue.update_resources(tx, resources_id, text))
 
     async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
-        return await self._read(lambda tx: queries.find_resources(tx, **query._asdict()))
+        return await self._read(lambda tx: queries.find_resources(tx, query))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         return await self._read(queries.find_latest_resources)
@@ -405,7 +368,7 @@ class SqlLightningStore(LightningStore):
         return await self._write(lambda tx: queue.record_heartbeat(tx, worker_id, stats))
 
     async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
-        return await self._watched_read(lambda tx: queries.find_workers(tx, **query._asdict()))
+        return await self._watched_read(lambda tx: queries.find_workers(tx, query))
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         check_ids(worker_id)
