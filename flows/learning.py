@@ -33,7 +33,7 @@ from rollout_core.objects.records import Checkpoint, Completions, Dataset, Promp
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
 from tasks.checkpoints import file_state, label_state
-from tasks.generate import batch_inference, enqueue_prompts, load_ahead
+from tasks.generate import batch_inference, enqueue_prompts
 from tasks.imports import (
     import_held_out,
     import_model,
@@ -46,6 +46,7 @@ from tasks.imports import (
 from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import dry_run_remark, is_placeholder
+from tasks.runtime.generation import load_ahead
 from tasks.runtime.iterations import SamplesAhead, TrainingStates
 from tasks.runtime.journal import log_iteration
 from tasks.runtime.kept_states import current_keeping

@@ -13,8 +13,8 @@ from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.retention.unstored import local_model
-from tasks.generate import enqueue
 from tasks.runtime import artifacts, connections
+from tasks.runtime.generation import enqueue
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
 

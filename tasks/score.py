@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
-
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, content_id
-from rollout_core.base.stopping import is_stopping, run_async
+from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
-from rollout_core.inference.ledger import this_worker
-from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.retention.unstored import local_model
 from rollout_core.promotion.guards import Divergence
 from rollout_core.rewards import kept, scores as filed_scores
-from rollout_core.rewards.scoring import RewardFunction, Score
-from rollout_core.store import AttemptedRollout, Span
-from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
-from tasks.generate import Help, generate, start_help
+from rollout_core.rewards.scoring import RewardFunction
+from tasks.generate import Help, help_inference
 from tasks.runtime import artifacts, connections, events
+from tasks.runtime.generation import generate
 from tasks.runtime.journal import stage_logger
-from tasks.runtime.placement import RunsTasks, Submitted, shared_with
+from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage, stage
 
 NAMED_FAILURES = 3
 """In the log, of those of a scoring."""
-REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
-REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"
 
 
 def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
@@ -61,15 +49,11 @@ def score_rewards(
 
     With ``by_part`` the parts of a weighted sum are filed with it.
     """
-    objects = current_stage().objects
     shared = current_stage().key if shared_with() is not None else None
     scores = _compute_scores(completions, open_reward(reward, reward_source), by_part=bool(by_part), shared_as=shared)
-    values: list[Score] = json.loads(objects.get_bytes(scores.scores))
-    run_async(_record_rewards(objects, completions, values, reward_source))
-    rows = {"mean reward": scores.mean, "std": scores.std, **_without_score(scores)}
-    artifacts.table(
-        "rewards", [{"figure": key, "value": value} for key, value in rows.items()], f"Rewards {label}".strip()
-    )
+    filed_scores.record_rewards(current_stage().objects, connections.open_store, completions, scores, reward_source)
+    figures = {"mean reward": scores.mean, "std": scores.std, **_without_score(scores)}
+    artifacts.figures("rewards", figures, f"Rewards {label}")
     return scores
 
 
@@ -97,8 +81,8 @@ def select_groups(
         selected.num_drawn,
         selected.num_samples // group_size,
     )
-    rows = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": selected.num_groups}
-    artifacts.table("groups", [{"figure": key, "value": value} for key, value in rows.items()], f"Groups {label}")
+    figures = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": selected.num_groups}
+    artifacts.figures("groups", figures, f"Groups {label}")
     return selected
 
 
@@ -113,35 +97,13 @@ def help_scoring(
     label: str = "",
 ) -> Help:
     """Score slices of what a `score_rewards` with the key ``shared_as`` has not come to yet."""
-    objects = current_stage().objects
     function = open_reward(reward, reward_source)
-    if not function.separable:
-        return Help(num_samples=0)
-    inputs = filed_scores.reward_inputs(objects, completions)
-    look = partial(filed_scores.judged, function, by_part)
-    shared, done = filed_scores.SharedScores(objects, shared_as, inputs, look), 0
-    first = random.Random(this_worker()).randrange(len(shared.slices))
-    for place in range(len(shared.slices)):
-        number = (first + place) % len(shared.slices)
-        if shared.are_done or is_stopping():
-            break
-        if shared.known(number) is None:
-            done += len(shared.score(number))
+    done = filed_scores.help_scoring(current_stage().objects, completions, function, shared_as, by_part=by_part)
     stage_logger().info("%d completions scored for another worker", done)
     return Help(num_samples=done)
 
 
-@score_rewards.helped_by
-def _start_help(runner: RunsTasks, inputs: dict[str, Any], key: ContentId) -> Submitted[Help]:
-    return help_scoring.submit(
-        runner,
-        inputs["completions"],
-        inputs["reward"],
-        inputs["reward_source"],
-        key,
-        by_part=bool(inputs["by_part"]),
-        label=inputs["label"],
-    )
+score_rewards.helped_by(help_scoring)
 
 
 @stage(version=1, concurrency="engine", time="scoring", place="generation")
@@ -155,37 +117,16 @@ def evaluate(
     label: str = "",
 ) -> EvalReport:
     """Mean reward of a model on held-out prompts."""
-    objects = current_stage().objects
     function = open_reward(reward, reward_source)
-    completions, _, _ = generate(objects, prompts, sampling, backend, mode="test", deterministic=True)
+    completions, _, _ = generate(prompts, sampling, backend, mode="test", deterministic=True)
     scores = _compute_scores(completions, function)
     stage_logger().info("held-out reward of model %s: %.4f", prompts.model.short, scores.mean)
-    artifacts.table(
-        "evaluation",
-        [
-            {
-                "model": prompts.model.short,
-                "prompts": scores.num_samples,
-                "mean reward": round(scores.mean, 4),
-                **_without_score(scores),
-            }
-        ],
-        f"Held-out evaluation {label}".strip(),
-    )
-    return EvalReport(
-        model=prompts.model,
-        completions=completions.completions,
-        samples=completions.samples,
-        scores=scores.scores,
-        num_samples=scores.num_samples,
-        mean_reward=scores.mean,
-        num_tokens=completions.num_tokens,
-        num_abstained=scores.num_abstained,
-        num_reward_failed=scores.num_reward_failed,
-    )
+    row = {"model": prompts.model.short, "prompts": scores.num_samples, "mean reward": round(scores.mean, 4)}
+    artifacts.table("evaluation", [{**row, **_without_score(scores)}], f"Held-out evaluation {label}".strip())
+    return filed_scores.report_of(completions, scores)
 
 
-evaluate.helped_by(start_help)
+evaluate.helped_by(help_inference)
 
 
 @stage(version=1, time="scoring", place="scoring")
@@ -201,8 +142,7 @@ def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId
     )
     scores = _compute_scores(completions, open_reward(reward, reward_source))
     stage_logger().info("reward %s of model %s: %.4f", reward.kind, report.model.short, scores.mean)
-    counted = {name: getattr(scores, name) for name in ("scores", "num_abstained", "num_reward_failed")}
-    return report.model_copy(update={**counted, "mean_reward": scores.mean})
+    return filed_scores.report_of(completions, scores)
 
 
 @stage(version=1, concurrency="learner")
@@ -251,35 +191,3 @@ def _without_score(scores: Scores) -> dict[str, int]:
     """Completions that have none, by why; nothing where there are none."""
     counts = {"reward abstained": scores.num_abstained, "reward failed": scores.num_reward_failed}
     return {why: count for why, count in counts.items() if count}
-
-
-async def _record_rewards(
-    objects: ObjectStore, completions: Completions, values: Sequence[Score], reward_source: ContentId
-) -> None:
-    """Each reward there is as a span of its sample's winning attempt, where agents' adapters look for it.
-
-    The span's id follows from attempt and reward, so a retry adds none twice.
-    """
-    samples = decode_samples(objects.get_bytes(completions.samples))
-    rewards = {sample.id: value for sample, value in zip(samples, values, strict=True) if value is not None}
-    async with connections.open_store() as store:
-        ids = list(rewards)
-        for start in range(0, len(ids), 5_000):
-            rollouts = await store.query_rollouts(rollout_id_in=ids[start : start + 5_000])
-            await store.add_many_spans(
-                [
-                    Span.from_attributes(
-                        rollout_id=rollout.rollout_id,
-                        attempt_id=rollout.attempt.attempt_id,
-                        sequence_id=2,
-                        name=AGL_ANNOTATION,
-                        span_id=content_id("reward-span/1", [rollout.attempt.attempt_id, reward_source])[:16],
-                        attributes={
-                            REWARD_NAME_ATTRIBUTE: "primary",
-                            REWARD_VALUE_ATTRIBUTE: rewards[ContentId(rollout.rollout_id)],
-                        },
-                    )
-                    for rollout in rollouts
-                    if isinstance(rollout, AttemptedRollout)
-                ]
-            )

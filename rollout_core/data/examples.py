@@ -381,8 +381,11 @@ def positions_at(step: int, *, num_items: int, per_step: int, seed: int, epochs:
     return positions_between(*Cursor().numbers(step, per_step, end), num_items=num_items, seed=seed)
 
 
-def positions_between(first: int, last: int, *, num_items: int, seed: int) -> list[int]:
-    """Items number ``first`` up to ``last`` of endless passes over the data, each in an order of its own."""
+def positions_between(first: int, last: int, *, num_items: int, seed: int | None) -> list[int]:
+    """Items number ``first`` up to ``last`` of endless passes over the data, each in an order of its own; without a
+    seed all are in the order of the data."""
+    if seed is None:
+        return [number % num_items for number in range(first, last)]
     positions: list[int] = []
     while first + len(positions) < last:
         epoch, offset = divmod(first + len(positions), num_items)

@@ -21,6 +21,8 @@ from rollout_core.config import SamplingParams, identity
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts, with_own_bos
 from rollout_core.data.turn_ends import turn_ends
+from rollout_core.models.facts import known_ids as known_ids_of, max_positions
+from rollout_core.models.pretrained import load_tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -144,6 +146,32 @@ def make_samples(
     identities, own_bos = identities_of(model, params, known_ids), with_own_bos(tokenizer, rows)
     return identify(
         rows, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos, ends=ends
+    )
+
+
+def samples_of_model(
+    folder: Path,
+    rows: Sequence[PromptRow],
+    first: int,
+    *,
+    model: ContentId,
+    params: SamplingParams,
+    samples_per_prompt: int,
+    max_model_len: int | None = None,
+) -> list[Sample]:
+    """`make_samples` of the rows from place ``first`` on, for the model in a folder; those before it only count.
+    Without ``max_model_len`` the model's own context is the limit."""
+    tokenizer, drawn = load_tokenizer(folder), rows[first:]
+    return make_samples(
+        tokenizer,
+        drawn,
+        model=model,
+        params=params,
+        samples_per_prompt=samples_per_prompt,
+        max_model_len=max_model_len or max_positions(folder),
+        earlier=rows[:first],
+        known_ids=known_ids_of(folder, tokenizer),
+        ends=ends_of(folder, tokenizer, drawn, params),
     )
 
 

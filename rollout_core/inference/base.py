@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout_core.base.errors import Fatal
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import (
     BackendConfig,
     ChoiceOutput,
@@ -27,6 +27,7 @@ from rollout_core.config import (
     StructuredOutput,
     TransformersBackend,
     VLLMBackend,
+    identity,
 )
 from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.data.text import token_ids_of
@@ -71,6 +72,11 @@ class ModelRef:
 
     content_id: ContentId
     folder: Path
+
+
+def generator_id(backend: BackendConfig) -> str:
+    """What answers besides the model: software, dtype and device, as far as they decide what is generated."""
+    return content_id("generator/1", identity(backend)).short
 
 
 class InferenceBackend(Protocol):

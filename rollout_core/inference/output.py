@@ -13,12 +13,16 @@ import orjson
 
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.json_text import ordered_json
+from rollout_core.base.stopping import run_async
 from rollout_core.config import InferBatchConfig, OutputDir, identity
+from rollout_core.data.samples import decode_completions_blob
 from rollout_core.inference.folders import OutputFolder
-from rollout_core.inference.shards import read_shard
+from rollout_core.inference.ledger import CHUNK
+from rollout_core.inference.shards import finished_ref, read_shard
 from rollout_core.models.messages import openai_messages
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
+from rollout_core.store.connections import OpenStore
 
 if TYPE_CHECKING:
     import pyarrow
@@ -41,6 +45,46 @@ class OutputRow:
     """Number of the completion among those of its prompt."""
     extras: dict[str, Any]
     """Further keys of the input row."""
+
+
+def write_shards(
+    objects: ObjectStore,
+    folder: OutputFolder,
+    config: InferBatchConfig,
+    shards: Sequence[ShardCompletions],
+    open_store: OpenStore,
+) -> str:
+    """Write the completions of all shards in input order, unless they are there; returns where. The store is opened for
+    the times of samples that are noted nowhere else."""
+    name = file_name(config.output)
+
+    def chunks() -> Iterator[bytes]:
+        parts = ((shard, _ended(objects, shard, open_store)) for shard in shards)
+        rows = (row for shard, ended in parts for row in shard_rows(objects, shard, config, ended))
+        return output_chunks(config, rows)
+
+    write_known(objects, folder, name, output_id(config, shards), chunks)
+    return folder.where(name)
+
+
+def _ended(objects: ObjectStore, shard: ShardCompletions, open_store: OpenStore) -> list[float]:
+    """When each of a shard's samples was finished: from the note next to it, or else from the store."""
+    noted = objects.cached_bytes(finished_ref(shard.completions))
+    if noted is not None:
+        return orjson.loads(noted)
+    ids = [row.id for row in decode_completions_blob(objects.get_bytes(shard.completions))]
+    times = run_async(_end_times(ids, open_store))
+    return [times.get(sample_id, 0.0) for sample_id in ids]
+
+
+async def _end_times(sample_ids: Sequence[ContentId], open_store: OpenStore) -> dict[str, float]:
+    times: dict[str, float] = {}
+    async with open_store() as store:
+        for start in range(0, len(sample_ids), CHUNK):
+            for rollout in await store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK]):
+                if rollout.end_time is not None:
+                    times[rollout.rollout_id] = rollout.end_time
+    return times
 
 
 def file_name(output: OutputDir) -> str:

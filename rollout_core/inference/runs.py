@@ -27,7 +27,7 @@ from rollout_core.config import InferBatchConfig, identity
 from rollout_core.data.samples import Sample
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.inference.folders import OutputFolder
-from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE
+from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE, this_worker
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, AttemptUpdate, LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan
@@ -294,10 +294,33 @@ def _bucket(seconds: float) -> int:
     return max(0, math.floor(LATENCY_BUCKETS_PER_DECADE * math.log10(max(seconds, 1e-9) / _FIRST_BUCKET_SECONDS)))
 
 
-def note_work(objects: ObjectStore, run_id: str, shard: ContentId, work: RunWork) -> None:
-    """File what a part of a run did where `work_of` finds it, from whatever machine."""
-    document = asdict(work) | {"latencies": {str(bucket): count for bucket, count in work.latencies.items()}}
-    objects.set_ref(f"work/{run_id}/{shard}-{new_run_id()}", objects.put_bytes(orjson.dumps(document)))
+@dataclass(frozen=True)
+class ShardReport:
+    """What a run hears of one of its shards, from whichever worker is on it."""
+
+    run_id: str
+    """Of the flow run."""
+    shard: ContentId
+    failures: FailureLimit
+
+    def progress(self, progress: Progress) -> None:
+        """How far the shard is. Raises Fatal where more samples of the run have failed than may."""
+        noted = tally(self.run_id)
+        noted.note(self.shard, progress)
+        self.failures.check(noted)
+
+    def help(self, progress: Progress) -> None:
+        """What a helper generated. How much of the shard is done is its own worker's to say."""
+        tally(self.run_id).note(f"{self.shard} {this_worker()}", Progress(0, 0, progress.tokens))
+
+    def file(self, objects: ObjectStore, work: Work, started: float) -> None:
+        """File what was done since ``started`` where `work_of` finds it, from whatever machine."""
+        if not work.samples:
+            return
+        document = asdict(RunWork.of(work, started, time.time()))
+        document["latencies"] = {str(bucket): count for bucket, count in document["latencies"].items()}
+        ref = f"work/{self.run_id}/{self.shard}-{new_run_id()}"
+        objects.set_ref(ref, objects.put_bytes(orjson.dumps(document)))
 
 
 def work_of(objects: ObjectStore, run_id: str) -> RunWork:

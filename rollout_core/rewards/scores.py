@@ -5,18 +5,24 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rollout_core.base.errors import Fatal
-from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.inference.ledger import CHUNK, this_worker
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Completions, Scores, SelectedGroups
+from rollout_core.objects.records import Completions, EvalReport, Scores, SelectedGroups
 from rollout_core.rewards.loading import weighted_sum
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, Score, as_json, from_json, judge, within_share
+from rollout_core.store import AttemptedRollout, Span
+from rollout_core.store.connections import OpenStore
+from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 
 SCORED_SLICES = 64
 """That completions are cut into where workers share them: each costs a reference in object storage."""
@@ -111,6 +117,73 @@ def reward_inputs(objects: ObjectStore, completions: Completions) -> list[Reward
         )
         for sample, completion in zip(samples, generated, strict=True)
     ]
+
+
+def record_rewards(
+    objects: ObjectStore, open_store: OpenStore, completions: Completions, scores: Scores, reward_source: ContentId
+) -> None:
+    """Each score there is as a span of its sample's winning attempt, where agents' adapters look for it.
+
+    The span's id follows from attempt and reward, so a retry adds none twice.
+    """
+    values: list[Score] = json.loads(objects.get_bytes(scores.scores))
+    samples = decode_samples(objects.get_bytes(completions.samples))
+    rewards = {str(sample.id): value for sample, value in zip(samples, values, strict=True) if value is not None}
+    run_async(_record(open_store, rewards, reward_source))
+
+
+async def _record(open_store: OpenStore, rewards: Mapping[str, float], reward_source: ContentId) -> None:
+    ids = list(rewards)
+    async with open_store() as store:
+        for start in range(0, len(ids), CHUNK):
+            rollouts = await store.query_rollouts(rollout_id_in=ids[start : start + CHUNK])
+            ended = [rollout for rollout in rollouts if isinstance(rollout, AttemptedRollout)]
+            spans = [_span(rollout, rewards[rollout.rollout_id], reward_source) for rollout in ended]
+            await store.add_many_spans(spans)
+
+
+def _span(rollout: AttemptedRollout, reward: float, reward_source: ContentId) -> Span:
+    return Span.from_attributes(
+        rollout_id=rollout.rollout_id,
+        attempt_id=rollout.attempt.attempt_id,
+        sequence_id=2,
+        name=AGL_ANNOTATION,
+        span_id=content_id("reward-span/1", [rollout.attempt.attempt_id, reward_source])[:16],
+        attributes={f"{AGL_REWARD}.0.name": "primary", f"{AGL_REWARD}.0.value": reward},
+    )
+
+
+def report_of(completions: Completions, scores: Scores) -> EvalReport:
+    """An evaluation of the model that wrote the completions."""
+    return EvalReport(
+        model=completions.model,
+        completions=completions.completions,
+        samples=completions.samples,
+        scores=scores.scores,
+        num_samples=scores.num_samples,
+        mean_reward=scores.mean,
+        num_tokens=completions.num_tokens,
+        num_abstained=scores.num_abstained,
+        num_reward_failed=scores.num_reward_failed,
+    )
+
+
+def help_scoring(
+    objects: ObjectStore, completions: Completions, reward: RewardFunction, shared_as: ContentId, *, by_part: bool
+) -> int:
+    """Score slices that nobody has filed under ``shared_as``, from a place of this worker's own on, until all are done;
+    returns how many completions they had."""
+    if not reward.separable:
+        return 0
+    shared = SharedScores(objects, shared_as, reward_inputs(objects, completions), partial(judged, reward, by_part))
+    done, count = 0, len(shared.slices)
+    first = random.Random(this_worker()).randrange(count)
+    for number in [*range(first, count), *range(first)]:
+        if shared.are_done or is_stopping():
+            break
+        if shared.known(number) is None:
+            done += len(shared.score(number))
+    return done
 
 
 class SharedScores:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from rollout_core.base.ids import hash_bytes
 from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
+from rollout_core.store.base import LightningStore
 from rollout_core.store.sql.by_url import check
+
+OpenStore = Callable[[], AbstractAsyncContextManager[LightningStore]]
+"""Opens a store for the length of a block."""
 
 
 @dataclass(frozen=True)

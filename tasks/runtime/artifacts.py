@@ -86,6 +86,11 @@ def table(key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None
     _send(TableArtifact, key=key, table=[dict(row) for row in rows], description=description)
 
 
+def figures(key: str, values: Mapping[str, Any], description: str) -> None:
+    """A table of two columns: what each value is, and the value."""
+    table(key, [{"figure": name, "value": value} for name, value in values.items()], description.strip())
+
+
 def curve(key: str, values: Sequence[float], *, title: str, x_label: str, y_label: str) -> None:
     """A PNG curve of ``values`` over 1, 2, 3, ..."""
     if len(values) < 2:

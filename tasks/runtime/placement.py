@@ -22,7 +22,6 @@ from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from rollout_core.base.ids import ContentId
 from rollout_core.config import WorkersConfig
 from rollout_core.config.inference import StagePlace
 from rollout_core.inference.batch import Progress
@@ -95,10 +94,6 @@ class Submitted(Generic[R]):
         """Wait for the record. Raises what the stage raised."""
         self._future.wait()
         return self._finish(self._future.state, time.monotonic() - self._started)
-
-
-StartHelp = Callable[[RunsTasks, dict[str, Any], ContentId], Submitted[Any]]
-"""Starts, on a worker, help with a call of a stage that has these arguments and this key."""
 
 
 @dataclass(frozen=True)

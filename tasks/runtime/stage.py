@@ -50,7 +50,7 @@ from tasks.runtime.dry_run import InDryRun, current_dry_run
 from tasks.runtime.events import WorkEnd, WorkStart, emit
 from tasks.runtime.journal import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
 from tasks.runtime.leases import alone
-from tasks.runtime.placement import RunsTasks, StartHelp, Submitted, place_of
+from tasks.runtime.placement import RunsTasks, Submitted, place_of
 from tasks.runtime.time_limits import StageTime, in_time, seconds_for
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
-LABEL = "label"
+LABEL, SHARED_AS = "label", "shared_as"
 REFRESH, TIMEOUT, MAKERS = "refresh_name", "timeout_seconds", "made_by"
 """Arguments of every task besides those of its stage, which other processes have to know too; in no key. The last one:
 of ids among the inputs the keys of the calls of this run that gave them."""
@@ -189,7 +189,7 @@ class Stage(Generic[P, R]):
         self.time: StageTime = time
         self.place: StagePlace | None = place
         self.in_dry_run = in_dry_run
-        self._start_help: StartHelp | None = None
+        self._help: Stage[..., Any] | None = None
         self._function = function
         self._signature = inspect.signature(function)
         self.record: type[R] = get_type_hints(function)["return"]
@@ -242,15 +242,17 @@ class Stage(Generic[P, R]):
 
         return Submitted(future, result)
 
-    def helped_by(self, start: StartHelp) -> StartHelp:
-        """Decorates what starts help with a call on another worker: ``start(runner, inputs, key)`` of that call."""
-        self._start_help = start
-        return start
+    def helped_by(self, stage: Stage[..., Any]) -> None:
+        """Workers that have nothing to do run ``stage`` while another one computes a call of this stage. It gets those
+        arguments of the call that it has names for, and the call's key as ``shared_as``."""
+        self._help = stage
 
     def help(self, runner: RunsTasks, inputs: dict[str, Any]) -> Submitted[Any]:
         """Start on a worker what helps another with a call of this stage."""
-        assert self._start_help is not None, f"{self.name} shares no samples"
-        return self._start_help(runner, inputs, self.key(inputs))
+        assert self._help is not None, f"{self.name} shares no samples"
+        given = {**inputs, SHARED_AS: self.key(inputs)}
+        wanted = [name for name in self._help._signature.parameters if given.get(name) is not None]
+        return self._help.submit(runner, **{name: given[name] for name in wanted})
 
     def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
         """Run what a `submit` of another process handed over, with the storage of this process's settings.

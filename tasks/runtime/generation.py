@@ -1,0 +1,159 @@
+"""How a stage completes samples: with this process's engine, in the run's store, alone or with workers that help."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
+from rollout_core.base.ids import ContentId
+from rollout_core.base.locks import exclusive
+from rollout_core.base.stopping import run_async
+from rollout_core.config import BackendConfig, SamplingParams, WorkersConfig
+from rollout_core.data.samples import Sample
+from rollout_core.inference import engines
+from rollout_core.inference.base import ModelRef, generator_id
+from rollout_core.inference.batch import BatchOptions, Progress, Work
+from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.ledger import SampleLedger, this_worker
+from rollout_core.inference.runs import tally
+from rollout_core.inference.training_samples import FailedSamples, complete_batch
+from rollout_core.objects.records import Completions, PromptSet
+from rollout_core.objects.retention.unstored import local_model
+from rollout_core.store.types import RolloutMode
+from tasks.runtime import artifacts, connections, events
+from tasks.runtime.journal import Speed, stage_logger
+from tasks.runtime.placement import shared_with
+from tasks.runtime.stage import current_stage
+
+T = TypeVar("T")
+
+
+def model_here(model: ContentId) -> ModelRef:
+    """A model in a folder of this machine. Raises NotFound where it is not stored."""
+    return ModelRef(model, local_model(connections.objects(), model, connections.cache_folder()))
+
+
+class Generation:
+    """A model on a backend, for samples of the running stage.
+
+    ``workers``: how the samples are shared with workers of a cluster, if they are. ``options``: of `BatchOptions`.
+    """
+
+    def __init__(self, model: ModelRef, backend: BackendConfig, workers: WorkersConfig | None, **options: Any) -> None:
+        self._engine = EngineOf(backend, model, stage_logger().info)
+        self._count = events.SampleCount(current_stage().name)
+        self.is_exclusive = connections.storage_is_local() and (workers is None or workers.dask is None)
+        """Whether the lock of the samples, a file, keeps all others out."""
+        if workers is not None:
+            options["claim_size"] = workers.claimed_together
+            options["stale_after_seconds"] = workers.stale_after_seconds
+        self._options = BatchOptions(exclusive=self.is_exclusive, generator=generator_id(backend), **options)
+
+    def complete(
+        self,
+        job: Callable[..., Awaitable[tuple[T, Work]]],
+        *inputs: Any,
+        note: Callable[[Progress], None],
+        **more: Any,
+    ) -> tuple[T, Work]:
+        """What ``job`` comes to, which completes samples, such as `complete_batch`; ``note`` hears how far it is."""
+        record, work = self._run(job, inputs, note, more)
+        self._count.end(work.samples, work.tokens)
+        return record, work
+
+    def assist(
+        self,
+        job: Callable[..., Awaitable[Work]],
+        *inputs: Any,
+        note: Callable[[Progress], None] = lambda progress: None,
+        **more: Any,
+    ) -> Work:
+        """The same for a ``job`` that takes work off another worker's hands, such as `batch.assist`."""
+        work = self._run(job, inputs, note, more)
+        self._count.end(work.samples, work.tokens)
+        return work
+
+    def _run(
+        self,
+        job: Callable[..., Awaitable[T]],
+        inputs: tuple[Any, ...],
+        note: Callable[[Progress], None],
+        more: dict[str, Any],
+    ) -> T:
+        def on_progress(progress: Progress) -> None:
+            running, waiting = progress.running, progress.waiting
+            self._count.note(progress.samples, progress.tokens, running=running, waiting=waiting)
+            note(progress)
+
+        async def run() -> T:
+            common = {"worker_id": this_worker(), "options": self._options, "on_progress": on_progress}
+            async with connections.open_store() as store:
+                return await job(store, current_stage().objects, self._engine, *inputs, **common, **more)
+
+        return run_async(run())
+
+
+def generate(
+    prompts: PromptSet,
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    *,
+    mode: RolloutMode,
+    deterministic: bool,
+    failed: FailedSamples | None = None,
+) -> tuple[Completions, float, Work]:
+    """Completions of ``prompts``, the seconds it took once the engine was ready, and what was done now."""
+    workers = shared_with()
+    run = Generation(model_here(prompts.model), backend, workers, mode=mode, deterministic=deterministic)
+    speed = Speed()
+
+    def note(progress: Progress) -> None:
+        speed.note(time.monotonic(), progress.samples, progress.tokens)
+        bar.show(progress.done, progress.total, speed.figures)
+        if workers is not None:  # the fleet asks how much is left to help with
+            tally(current_stage().run_id).note(prompts.samples, progress)
+
+    # Other settings of the same samples are another stage with another key, which may run at the same time.
+    lock = connections.lock_folder() / f"samples-{prompts.samples}.lock"
+    alone = exclusive(lock) if run.is_exclusive else nullcontext()
+    with alone, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
+        started = time.monotonic()
+        completions, work = run.complete(complete_batch, prompts.samples, sampling, note=note, failed=failed)
+        seconds = time.monotonic() - started - work.waited_seconds
+    stage_logger().info(
+        "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds
+    )
+    if completions.num_left_out:
+        reason = "they failed, or their group did"
+        stage_logger().warning("%d samples are left out: %s", completions.num_left_out, reason)
+        skipped = events.SamplesSkipped(stage=current_stage().name, samples=completions.num_left_out, reason=reason)
+        events.emit(skipped)
+    return completions, seconds, work
+
+
+def enqueue(samples: Sequence[Sample], *, source: ContentId, mode: RolloutMode) -> None:
+    """Make samples of the running stage, which blob ``source`` holds, known as rollouts of the store."""
+
+    async def add() -> None:
+        async with connections.open_store() as store:
+            ledger = SampleLedger(store, current_stage().objects, worker_id="enqueue", stale_after_seconds=0.0)
+            await ledger.enqueue(samples, mode=mode, source=source)
+
+    run_async(add())
+
+
+def load_ahead(model: ContentId) -> None:
+    """Have this process's engine, where there is an idle one, take the weights of a model that will draw the next
+    samples, while these are made ready."""
+    try:
+        # Not in the thread: the stage that makes the samples would read and hash the weights at the same time.
+        found = model_here(model)
+    except (NotFound, Recoverable):  # the stage that needs it says so
+        return
+    except CorruptObject as error:  # set aside by now, so that stage finds it missing
+        stage_logger().warning("%s", error)
+        return
+    engines.load_ahead(found)
