@@ -51,10 +51,10 @@ def reproduce(
 
 
 def _check_reproduction(url: str, content: ContentId) -> None:
-    from flows.reproduce import numerics_of, plan_reproduction  # with Prefect
+    from flows.reproduce import plan_reproduction  # with Prefect
 
     plan = plan_reproduction(ObjectStore.from_url(url), content)
-    typer.echo(f"{len(plan.steps)} stages, {len(plan.first_inputs)} inputs, {numerics_of(plan)} numerics")
+    typer.echo(f"{len(plan.steps)} stages, {len(plan.first_inputs)} inputs, {plan.numerics} numerics")
     for step in plan.steps:
         typer.echo(f"  {step.title}")
     for note in plan.notes:

@@ -1,10 +1,14 @@
-"""Arguments of stages that travel together in a dataclass, and count one by one."""
+"""Arguments of stages: those that travel together in a dataclass and count one by one, and those read from a record."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, cast, get_args, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rollout_core.base.errors import ConfigError
 
@@ -31,3 +35,44 @@ def spread_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
             )
         found |= spread
     return found
+
+
+def read_arguments(function: Callable[..., Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``function`` from the JSON values that lineage has of them, spread as above; those
+    with a default may be left out. Raises ConfigError where they cannot be read."""
+    hints, inputs = get_type_hints(function), {}
+    try:
+        for name, parameter in inspect.signature(function).parameters.items():
+            kind = hints[name]
+            if is_dataclass(kind):
+                own = get_type_hints(kind)
+                values = {field.name: _read(own[field.name], recorded[field.name]) for field in fields(kind)}
+                inputs[name] = cast(Any, kind)(**values)
+            elif name in recorded:
+                inputs[name] = _read(kind, recorded[name])
+            elif parameter.default is inspect.Parameter.empty:
+                raise ConfigError(f"{name!r} is not recorded")
+    except (KeyError, ValidationError) as error:
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"{error} is not recorded"
+        raise ConfigError(f"its settings cannot be read from the record ({what}); earlier versions kept less") from None
+    return inputs
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """``value`` as the type that a stage asks for, or as one made of it, such as the settings of a run."""
+    problem: ValidationError | None = None
+    for one in (kind, *_made_of(kind)):
+        try:
+            return TypeAdapter(one).validate_json(json.dumps(value))
+        except ValidationError as error:
+            problem = problem or error
+    assert problem is not None, "there is at least one type"
+    raise problem
+
+
+def _made_of(kind: Any) -> Iterator[Any]:
+    for member in get_args(kind):
+        yield from _made_of(member)
+    for own in kind.__subclasses__() if inspect.isclass(kind) and issubclass(kind, BaseModel) else ():
+        yield own
+        yield from _made_of(own)

@@ -31,7 +31,15 @@ from prefect.task_engine import run_task_sync
 from blocks import ContentAddressedStorage
 from rollout_core.base import traces
 from rollout_core.base.determinism import arithmetic
-from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, NotFound, Recoverable, RolloutError
+from rollout_core.base.errors import (
+    ConfigError,
+    CorruptObject,
+    CorruptRef,
+    MissingObject,
+    NotFound,
+    Recoverable,
+    RolloutError,
+)
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, run_interruptibly
@@ -44,7 +52,7 @@ from rollout_core.objects.retention.leases import renew_snapshot
 from rollout_core.objects.retention.unstored import is_whole
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from tasks.runtime import connections
-from tasks.runtime.arguments import spread_arguments
+from tasks.runtime.arguments import read_arguments, spread_arguments
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.dry_run import InDryRun, current_dry_run
 from tasks.runtime.events import WorkEnd, WorkStart, emit
@@ -453,6 +461,17 @@ class Stage(Generic[P, R]):
         except (MissingObject, CorruptObject, CorruptRef, UnreadableResult):
             return None
         return record if record.is_final and is_whole(record, storage.objects()) else None
+
+    def recorded_call(self, lineage: Lineage) -> dict[str, Any]:
+        """The arguments of a call, as they were recorded. Raises ConfigError where this version would make another."""
+        if self.version != lineage.version:
+            raise ConfigError(
+                f"it was made by version {lineage.version} of this stage, and here is version {self.version}"
+            )
+        inputs = self._bind((), read_arguments(self._function, {**lineage.inputs, **lineage.arguments}))
+        if self.key(inputs) != lineage.key and not lineage.arguments:
+            raise ConfigError("what is recorded of its settings gives another key; earlier versions kept less")
+        return inputs
 
     def step_done(self, inputs: dict[str, Any]) -> int | None:
         """The step of the last snapshot of a call that was interrupted."""
