@@ -12,19 +12,16 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import weakref
+import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
+from rollout_core.agents.tracing import Tracer
 from rollout_core.base.errors import ConfigError
+from rollout_core.store import LightningStore
 from rollout_core.store.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, Resource
 from rollout_core.store.types import AttemptedRollout, Rollout
-
-if TYPE_CHECKING:
-    from rollout_core.agents.runner import Runner
-    from rollout_core.agents.tracing import Tracer
-    from rollout_core.agents.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +31,23 @@ RolloutRawResult = Any
 """See the module: None, a number, or a list of spans. Checked when a rollout has returned it."""
 RolloutFunction = Callable[..., RolloutRawResult] | Callable[..., Awaitable[RolloutRawResult]]
 
-CURRENT_RUNNER: ContextVar[Runner | None] = ContextVar("rollout-runner", default=None)
+
+class CurrentRunner(Protocol):
+    """What hooks see of the runner that calls them."""
+
+    tracer: Tracer
+    worker_id: int | None
+    """Number of the worker; None outside of one."""
+
+    def get_store(self) -> LightningStore:
+        """Where the rollout is."""
+        ...
+
+
+CURRENT_RUNNER: ContextVar[CurrentRunner | None] = ContextVar("rollout-runner", default=None)
 """The runner whose rollout this code is part of: runners in threads of one process share the agent."""
+CURRENT_TRAINER: ContextVar[Any] = ContextVar("rollout-trainer", default=None)
+"""The trainer whose run this code is part of, in the trainer's own process. For the deprecated accessors alone."""
 
 _INJECTED = ("task", "rollout", "llm", "prompt_template", "resources")
 """Parameters that a function may have, by name."""
@@ -50,37 +62,29 @@ class LitAgent(Generic[Task]):
     may block, and may start event loops.
     """
 
-    def __init__(self) -> None:
-        self._trainer: weakref.ref[Trainer] | None = None
-        self._runner: weakref.ref[Runner] | None = None
-
     def is_async(self) -> bool:
         """Whether the asynchronous forms are the ones to be called."""
         forms = ("rollout_async", "training_rollout_async", "validation_rollout_async")
         return any(getattr(type(self), name) is not getattr(LitAgent, name) for name in forms)
 
-    def set_trainer(self, trainer: Trainer) -> None:
-        """Refer to the trainer, weakly."""
-        self._trainer = weakref.ref(trainer)
-
-    def set_runner(self, runner: Runner) -> None:
-        """Refer to the runner, weakly."""
-        self._runner = weakref.ref(runner)
+    @property
+    def trainer(self) -> Any:
+        """Deprecated: give the agent what it needs of the trainer. Raises ConfigError outside of the trainer's
+        process."""
+        return current(CURRENT_TRAINER, "trainer")
 
     @property
-    def trainer(self) -> Trainer:
-        """Raises ConfigError outside a trainer."""
-        return _referred(getattr(self, "_trainer", None), "trainer")
-
-    @property
-    def runner(self) -> Runner:
-        """The one that runs this code. Raises ConfigError outside a runner."""
-        return CURRENT_RUNNER.get() or _referred(getattr(self, "_runner", None), "runner")
+    def runner(self) -> CurrentRunner:
+        """Deprecated: a hook gets the runner that calls it. Raises ConfigError outside of a rollout."""
+        return current(CURRENT_RUNNER, "runner")
 
     @property
     def tracer(self) -> Tracer:
-        """That of the runner. Raises ConfigError outside a runner."""
-        return self.runner.tracer
+        """What records this rollout. Raises ConfigError outside of a rollout."""
+        runner = CURRENT_RUNNER.get()
+        if runner is None:
+            raise ConfigError("the agent has no tracer now; it has one while a runner runs it")
+        return runner.tracer
 
     def rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
         """Work on one task. ``resources`` are those that the algorithm published, by name."""
@@ -109,10 +113,16 @@ class LitAgent(Generic[Task]):
         return await self.rollout_async(task, resources, rollout)
 
 
-def _referred(reference: weakref.ref[Any] | None, what: str) -> Any:
-    found = reference() if reference is not None else None
+def current(variable: ContextVar[Any], what: str) -> Any:
+    """What runs this code, for accessors that go with the next release. Raises ConfigError where nothing does."""
+    warnings.warn(
+        f"the {what} goes with the next release; give agents and algorithms what they need of it",
+        FutureWarning,
+        stacklevel=3,
+    )
+    found = variable.get()
     if found is None:
-        raise ConfigError(f"the agent has no {what} now; it has one while a {what} runs it")
+        raise ConfigError(f"there is no {what} here; there is one while a {what} of this process runs this code")
     return found
 
 
@@ -126,7 +136,6 @@ class FunctionalLitAgent(LitAgent[Any]):
     """
 
     def __init__(self, function: RolloutFunction, *, strip_proxy: bool = True) -> None:
-        super().__init__()
         self._function = function
         self._strip_proxy = strip_proxy
         parameters = inspect.signature(function).parameters.values()

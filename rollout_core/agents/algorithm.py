@@ -6,11 +6,11 @@ import asyncio
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
+from rollout_core.agents.agent import CURRENT_TRAINER, current
 from rollout_core.agents.delivery import retried
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import (
@@ -23,9 +23,6 @@ from rollout_core.store import (
 )
 from rollout_core.store.forwarding import StoreView
 from rollout_core.store.lifecycle import FINISHED
-
-if TYPE_CHECKING:
-    from rollout_core.agents.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +54,6 @@ class Algorithm:
     A synchronous ``run`` gets a thread of its own, so it may block; it reaches the store by ``asyncio.run``.
     """
 
-    _trainer: weakref.ref[Trainer] | None = None
     _store: LightningStore | None = None
     _adapter: Any = None
     _llm_proxy: Any = None
@@ -71,16 +67,9 @@ class Algorithm:
         """Enqueue tasks, learn from what comes of them, publish resources. The run ends when this returns."""
         raise NotImplementedError(f"{type(self).__name__} does not define run")
 
-    def set_trainer(self, trainer: Trainer) -> None:
-        """Refer to the trainer, weakly."""
-        self._trainer = weakref.ref(trainer)
-
-    def get_trainer(self) -> Trainer:
-        """Raises ConfigError outside a trainer."""
-        trainer = self._trainer() if self._trainer is not None else None
-        if trainer is None:
-            raise ConfigError("the algorithm has no trainer now; it has one while Trainer.fit runs")
-        return trainer
+    def get_trainer(self) -> Any:
+        """Deprecated: the trainer sets what an algorithm needs. Raises ConfigError outside of ``Trainer.fit``."""
+        return current(CURRENT_TRAINER, "trainer")
 
     def set_store(self, store: LightningStore) -> None:
         """Where rollouts are."""

@@ -33,8 +33,6 @@ from rollout_core.base.errors import ConfigError, in_words
 _MAIN = "__main__"
 _PREPARED = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path")
 """Of what `multiprocessing` tells a process that it spawns: where modules are found, and the script."""
-_REFERENCES = ("_trainer", "_runner")
-"""Attributes of agents that refer, weakly, to what stays in the program."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _DEEPEST = 8
 """Attributes of attributes that an error names."""
@@ -149,10 +147,7 @@ class _Pickler(pickle.Pickler):
                     f"agent {name} is no global of its module, so a fresh process cannot import it; define it at the "
                     f"module's top level, {WAY_OUT}"
                 )
-        function, arguments, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name not in _REFERENCES}
-        return function, arguments, *rest
+        return NotImplemented
 
 
 def _pickled(work: Any) -> bytes:
@@ -185,8 +180,7 @@ def _place(agent: LitAgent[Any]) -> tuple[str, str] | None:
 
 def _copied(agent: LitAgent[Any]) -> dict[str, Any]:
     """Those of its attributes that can be pickled: the program may have set them since it imported the agent."""
-    own = {name: value for name, value in vars(agent).items() if name not in _REFERENCES}
-    return {name: value for name, value in own.items() if _refusal(value) is None}
+    return {name: value for name, value in vars(agent).items() if _refusal(value) is None}
 
 
 def _imported(module: str, name: str, attributes: dict[str, Any] | None) -> Any:

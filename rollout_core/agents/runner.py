@@ -204,7 +204,6 @@ class LitAgentRunner(Runner[Task]):
     def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
         self._agent = agent
         self._hooks = tuple(hooks)
-        agent.set_runner(self)
         self.tracer.init()
 
     def init_worker(self, worker_id: int, store: LightningStore, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout_core.agents.adapters.base import Adapter
 from rollout_core.agents.adapters.triplets import TracerTraceToTriplet
-from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.agent import CURRENT_TRAINER, LitAgent
 from rollout_core.agents.algorithm import Algorithm, Dataset
 from rollout_core.agents.baseline import Baseline, FastAlgorithm
 from rollout_core.agents.components import ComponentSpec, build_component
@@ -145,7 +145,6 @@ class Trainer:
             raise TypeError(
                 f"the agent is a {type(agent).__name__}; expected a LitAgent, or a function decorated with @rollout"
             )
-        agent.set_trainer(self)
         published = threading.Event()
 
         async def run_algorithm(store: LightningStore, event: ExecutionEvent) -> None:
@@ -161,7 +160,6 @@ class Trainer:
                         await asyncio.sleep(_LOOK_SECONDS)
                     return
                 run: Any = algorithm.run
-                algorithm.set_trainer(self)
                 algorithm.set_store(store)
                 algorithm.set_adapter(self.adapter)
                 algorithm.set_initial_resources(resources)
@@ -174,6 +172,7 @@ class Trainer:
         if algorithm is None:
             run_algorithm.only_publishes = published  # pyright: ignore[reportFunctionMemberAccess]
         work = RunnerWork(self.runner, agent, self.hooks)
+        before = CURRENT_TRAINER.set(self)
         try:
             self.strategy.execute(run_algorithm, work, self.store)
         except CannotBeImported as error:
@@ -181,6 +180,8 @@ class Trainer:
                 raise
             logger.warning("The runners are threads of this process, and no processes of their own: %s", error)
             SharedMemoryExecutionStrategy(self.n_runners).execute(run_algorithm, work, self.store)
+        finally:
+            CURRENT_TRAINER.reset(before)
 
 
 @dataclass(frozen=True)
@@ -198,16 +199,9 @@ class RunnerWork:
 
     async def __call__(self, store: LightningStore, number: int, event: ExecutionEvent) -> None:
         """Work as runner ``number`` until ``event`` is set."""
-        runner = self.runner.for_worker()
-        runner.init(self.agent, hooks=self.hooks)
-        try:
-            runner.init_worker(number, store)
-            try:
-                await runner.iter(event=event)
-            finally:
-                runner.teardown_worker(number)
-        finally:
-            runner.teardown()
+        ready = self.runner.for_worker().run_context(agent=self.agent, store=store, hooks=self.hooks, worker_id=number)
+        with ready as runner:
+            await runner.iter(event=event)
 
 
 @asynccontextmanager

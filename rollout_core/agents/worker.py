@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -111,22 +112,19 @@ async def run_runners(
 ) -> None:
     """Have ``count`` runners, numbered from ``first``, work until ``event`` is set. Raises what ends one of them."""
     runners = [FleetRunner(first + place, agent_id, patience_seconds, heartbeat_seconds) for place in range(count)]
-    for place, runner in enumerate(runners):
-        runner.init(agent)
-        runner.init_worker(first + place, store)
-    work = [asyncio.ensure_future(runner.iter(event=event)) for runner in runners]
-    try:
-        done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-    finally:
-        event.set()
-        for future in work:
-            future.cancel()
-        await asyncio.wait(work)
+    with ExitStack() as ready:
         for place, runner in enumerate(runners):
-            runner.teardown_worker(first + place)
-            runner.teardown()
+            ready.enter_context(runner.run_context(agent=agent, store=store, worker_id=first + place))
+        work = [asyncio.ensure_future(runner.iter(event=event)) for runner in runners]
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            event.set()
+            for future in work:
+                future.cancel()
+            await asyncio.wait(work)
 
 
 async def serve(agent: LitAgent[Any], agent_id: str, order: WorkOrder) -> None:

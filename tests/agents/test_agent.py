@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from rollout_core.agents import FunctionalLitAgent, LitAgent, llm_rollout, prompt_rollout, rollout
@@ -99,17 +97,16 @@ async def test_an_agent_without_a_method_says_so():
         await LitAgent().validation_rollout_async(1, {}, ROLLOUT)
 
 
-def test_references_are_weak():
-    class Trainer:
-        pass
-
-    agent, trainer = LitAgent(), Trainer()
-    agent.set_trainer(trainer)
-    assert agent.trainer is trainer
-    del trainer
-    gc.collect()
-    for name in ("trainer", "runner", "tracer"):
-        with pytest.raises(ConfigError, match="the agent has no"):
+def test_an_agent_holds_neither_trainer_nor_runner_and_says_so():
+    agent = rollout(lambda task, llm: 1.0)
+    assert vars(LitAgent()) == {}
+    with pytest.raises(ConfigError, match="no tracer now"):
+        _ = agent.tracer
+    for name in ("trainer", "runner"):
+        with (
+            pytest.warns(FutureWarning, match=f"^the {name} goes"),
+            pytest.raises(ConfigError, match=f"no {name} here"),
+        ):
             getattr(agent, name)
 
 

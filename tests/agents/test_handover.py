@@ -68,16 +68,6 @@ def test_runners_log_as_the_program_does_where_they_can(monkeypatch, options, ke
     assert processes._logging() == {"level": logging.INFO, **kept}
 
 
-def test_what_the_program_refers_to_stays_there():
-    agent = handed_over.Holds(2.0)
-    trainer = Trainer(strategy="shm")
-    agent.set_trainer(trainer)
-    agent.set_runner(trainer.runner)
-    copied = unpacked(packed(agent))
-    with pytest.raises(ValueError, match="the agent has no trainer"):
-        _ = copied.trainer
-
-
 def test_what_cannot_be_handed_over_is_named():
     @rollout
     def local(task, llm):

@@ -455,6 +455,27 @@ def test_split_roles_of_one_program_meet(tmp_path, monkeypatch, port):
     assert runners.returncode == 143, said
 
 
+def test_accessors_that_go_with_the_next_release_still_find_what_runs_the_code():
+    class Looks(LitAgent):
+        def rollout(self, task, resources, rollout):
+            with pytest.warns(FutureWarning, match="goes with the next release"):
+                return float(self.trainer is made and self.runner.tracer is self.tracer)
+
+    @algo
+    async def once(store, initial_resources):
+        await store.add_resources(initial_resources)
+        rollout = await store.enqueue_rollout(1)
+        await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=LONG)
+        found.append(find_final_reward(await store.query_spans(rollout.rollout_id)))
+        with pytest.warns(FutureWarning, match="goes with the next release"):
+            found.append(once.get_trainer())
+
+    found = []
+    made = trainer(shm(), algorithm=once)
+    made.fit(Looks())
+    assert found == [1.0, made]
+
+
 def test_component_specs():
     build = build_component
     assert isinstance(build("algorithm", "rollout_core.agents.baseline.Baseline", Algorithm), Baseline)
