@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import json
-import logging
-import threading
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-
-import orjson
+from typing import Any
 
 from rollout_core.agents.adapters.ended import ended_rollouts, look_up
 from rollout_core.agents.adapters.samples import adapt_ended
 from rollout_core.agents.adapters.tokens import SampleForm
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.live import AGENT_KIND
-from rollout_core.agents.queue import INTERRUPTIONS
-from rollout_core.agents.session import POLICY, AgentSession, ServedPolicy, Setting
-from rollout_core.base.errors import in_words
-from rollout_core.base.ids import ContentId, content_id
-from rollout_core.base.loops import LoopThread
+from rollout_core.agents.session import POLICY, Sessions, Setting
+from rollout_core.agents.task_rollouts import enqueue, file_rollouts, template_of, what_decides
+from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
-from rollout_core.config import AgentConfig, EngineConfig, RunnersConfig, SamplingParams, identity
-from rollout_core.data.datasets import TaskRow, parse_rows
-from rollout_core.data.examples import positions_between
+from rollout_core.config import (
+    AgentConfig,
+    AgentGRPO,
+    AgentPPO,
+    EngineConfig,
+    LearnOnlineConfig,
+    RunnersConfig,
+    SamplingParams,
+    TrainAgentConfig,
+    TunePromptConfig,
+)
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
-from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Experience
+from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Checkpoint, Experience
 from rollout_core.objects.retention.unstored import local_model
-from rollout_core.store import EnqueueRolloutRequest, NamedResources, PromptTemplate, RolloutConfig
+from rollout_core.plans.plan import context_limit
+from rollout_core.store import NamedResources
 from rollout_core.store.types import RolloutMode
+from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.runtime import artifacts, connections
-from tasks.runtime.journal import stage_logger
+from tasks.runtime.journal import log_iteration, stage_logger
 from tasks.runtime.stage import current_stage, refresh_name, stage
 
-log = logging.getLogger(__name__)
-
-_CHUNK = 1_000
+sessions = Sessions(
+    connections.open_store, lambda: connections.cache_folder() / connections.AGENT_LOGS, logger=stage_logger
+)
+"""The session of this process, kept from stage to stage."""
 
 
 @stage(version=1, cached=False, imports=True, time="importing")
@@ -76,56 +76,19 @@ def enqueue_tasks(
     ``prompt`` the agent is to get that template.
     """
     objects = current_stage().objects
-    rows = parse_rows(objects.get_bytes(tasks), f"tasks {tasks.short}", TaskRow)
-    last = len(rows) if count is None else first + count
-    chosen = (
-        [position % len(rows) for position in range(first, last)]
-        if seed is None
-        else positions_between(first, last, num_items=len(rows), seed=seed)
+    decides = what_decides(model, source, (agent, sampling, backend), mode, draws, prompt, limit)
+    rows = {"first": first, "count": count, "rollouts_per_task": rollouts_per_task, "seed": seed}
+    record = file_rollouts(objects, tasks, model, decides, **rows)
+    run_async(_enqueue(record, source, agent, mode))
+    stage_logger().info(
+        "%d tasks enqueued as %d rollouts for model %s", record.num_tasks, record.num_rollouts, model.short
     )
-    decides = [model, source.id, *map(identity, (agent, sampling, backend)), mode, draws]
-    if prompt is not None:
-        decides.append(identity(prompt))
-    if limit is not None:
-        decides.append({"limit": limit})
-    lines = []
-    for place, row in enumerate(chosen, start=first):
-        task = rows[row].task
-        ids = (content_id("agent-rollout/1", [*decides, task, place, n]) for n in range(rollouts_per_task))
-        lines += [orjson.dumps({"rollout_id": rollout_id, "task": task}) + b"\n" for rollout_id in ids]
-    record = AgentTasks(
-        rollouts=objects.put_bytes(b"".join(lines)),
-        model=model,
-        num_tasks=len(chosen),
-        num_rollouts=len(lines),
-    )
-    run_async(_enqueue(objects, record, source, agent, mode))
-    stage_logger().info("%d tasks enqueued as %d rollouts for model %s", len(chosen), len(lines), model.short)
     return record
 
 
-async def _enqueue(
-    objects: ObjectStore, tasks: AgentTasks, source: AgentSource, agent: AgentConfig, mode: RolloutMode
-) -> list[str]:
-    """Make sure that the store has the rollouts of ``tasks``; their ids."""
-    config = RolloutConfig(
-        timeout_seconds=agent.timeout_seconds,
-        max_attempts=agent.max_attempts + INTERRUPTIONS,
-        retry_condition=["failed", "timeout", "unresponsive"],
-    )
-    metadata = {"kind": AGENT_KIND, "agent": source.function, "agent_id": source.id, "model": tasks.model}
-    rows = [orjson.loads(line) for line in objects.get_bytes(tasks.rollouts).splitlines()]
+async def _enqueue(tasks: AgentTasks, source: AgentSource, agent: AgentConfig, mode: RolloutMode) -> list[str]:
     async with connections.open_store() as store:
-        for start in range(0, len(rows), _CHUNK):
-            await store.enqueue_many_rollouts(
-                [
-                    EnqueueRolloutRequest(
-                        input=row["task"], mode=mode, config=config, metadata=metadata, rollout_id=row["rollout_id"]
-                    )
-                    for row in rows[start : start + _CHUNK]
-                ]
-            )
-    return [row["rollout_id"] for row in rows]
+        return await enqueue(store, current_stage().objects, tasks, source, agent, mode)
 
 
 @stage(version=1, concurrency="engine", optional=("prompt",), time="agents")
@@ -146,24 +109,35 @@ def run_agents(
     the tasks were enqueued with. A rollout that has finished is never run again, so an interrupted run resumes with
     what is left."""
     objects = current_stage().objects
-    model = ModelRef(tasks.model, local_model(objects, tasks.model, connections.cache_folder()))
-    code = AgentCode.from_document(json.loads(objects.get_bytes(source.code)))
-    setting = Setting(code, agent, backend, runners, seed)
+    served = ModelRef(tasks.model, local_model(objects, tasks.model, connections.cache_folder()))
+    setting = Setting(AgentCode.filed(objects, source), agent, backend, runners, seed)
     resources: NamedResources = {} if prompt is None else {prompt.name: template_of(objects, prompt)}
 
     async def work() -> AgentRollouts:
-        rollout_ids = await _enqueue(objects, tasks, source, agent, mode)
-        await sessions.run(setting, model, sampling, rollout_ids, resources, bar)
-        async with connections.open_store() as store:
-            return await look_up(store, objects, rollout_ids, tasks.model)
+        rollout_ids = await _enqueue(tasks, source, agent, mode)
+        # A refresh is asked for to have what failed tried again, too.
+        options = {"resources": resources, "retry_failed": refresh_name() is not None, "on_progress": bar.show}
+        await sessions.run(setting, served, sampling, rollout_ids, **options)
+        return await _look_up(rollout_ids, tasks.model)
 
     with artifacts.ProgressBar("agents-progress", "Rollouts of the agent") as bar:
         record = run_async(work())
+    _show_rollouts(record, source, label)
+    return record
+
+
+async def _look_up(rollout_ids: Sequence[str], model: ContentId) -> AgentRollouts:
+    async with connections.open_store() as store:
+        return await look_up(store, current_stage().objects, rollout_ids, model)
+
+
+def _show_rollouts(record: AgentRollouts, source: AgentSource, label: str) -> None:
+    statuses = ", ".join(f"{count} {status}" for status, count in record.statuses.items())
     stage_logger().info(
         "%d rollouts of %s ended (%s), mean reward %.4f",
         record.num_rollouts,
         source.function,
-        ", ".join(f"{count} {status}" for status, count in record.statuses.items()),
+        statuses,
         record.mean_reward,
     )
     rows = [
@@ -173,23 +147,12 @@ def run_agents(
         *({"figure": f"status: {status}", "value": count} for status, count in record.statuses.items()),
     ]
     artifacts.table("agent-rollouts", rows, f"Rollouts of {source.function} {label}".strip())
-    return record
-
-
-def template_of(objects: ObjectStore, prompt: AgentPrompt) -> PromptTemplate:
-    """The template itself, as agents get it."""
-    return PromptTemplate(template=objects.get_bytes(prompt.text).decode(), engine=prompt.engine)
 
 
 @stage(version=1, cached=False)
 def look_up_rollouts(rollout_ids: Sequence[str], model: ContentId, *, label: str = "") -> AgentRollouts:
     """The outcome of stored rollouts, whoever ran them."""
-
-    async def look() -> AgentRollouts:
-        async with connections.open_store() as store:
-            return await look_up(store, current_stage().objects, rollout_ids, model)
-
-    return run_async(look())
+    return run_async(_look_up(rollout_ids, model))
 
 
 @stage(version=3)
@@ -225,104 +188,50 @@ def collect_samples(
     return experience
 
 
-class Sessions:
-    """The session of this process: kept from stage to stage, replaced where another is asked for. Stages that run at
-    the same time have it in turn, for there is one engine."""
-
-    policy: ServedPolicy | None = None
-    """What sessions that begin work with, where it is served already; default: each serves its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: LoopThread | None = None
-        self._setting: Setting | None = None
-        self._session: AgentSession | None = None
-        self._exits = AsyncExitStack()
-        self._turn, self._changing = asyncio.Lock(), asyncio.Lock()
-        """Held while a stage uses the session, and while it is replaced or ended; of the thread's loop."""
-
-    @property
-    def thread(self) -> LoopThread:
-        """Whose loop all sessions live on."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = LoopThread("rollout-agents")
-                self._turn, self._changing = asyncio.Lock(), asyncio.Lock()
-            return self._thread
-
-    async def run(
-        self,
-        setting: Setting,
-        model: ModelRef,
-        sampling: SamplingParams,
-        rollout_ids: Sequence[str],
-        resources: NamedResources,
-        bar: artifacts.ProgressBar,
-    ) -> None:
-        """`AgentSession.run` of the session for ``setting``, on the loop that it lives on."""
-        here, context = asyncio.get_running_loop(), contextvars.copy_context()
-
-        def show(done: int, total: int) -> None:
-            # Prefect finds its run in the context of the stage's own thread.
-            here.call_soon_threadsafe(bar.show, done, total, context=context)
-
-        async def work() -> None:
-            async with self._turn:
-                try:
-                    session = await self.open(setting)
-                    # A refresh is asked for to have what failed tried again, too.
-                    options = {"resources": resources, "retry_failed": refresh_name() is not None, "on_progress": show}
-                    await session.run(model, sampling, rollout_ids, **options)
-                except BaseException:
-                    # What state it is in is not known; the next try starts afresh.
-                    try:
-                        await self.end()
-                    except Exception as error:  # noqa: BLE001 - whatever it is, the stage fails by the first error
-                        log.error("The session of agents did not end as it should: %s", in_words(error))
-                    raise
-
-        await self.thread.run(work())
-
-    async def open(self, setting: Setting) -> AgentSession:
-        """The session for ``setting``, begun where there is another or none; on the loop of the sessions."""
-        async with self._changing:
-            if self._session is None or self._setting != setting:
-                await self._end()
-                store = await self._exits.enter_async_context(connections.open_store())
-                logs, say = connections.cache_folder() / connections.AGENT_LOGS, stage_logger().info
-                session = AgentSession(store, setting, policy=self.policy, log_folder=logs, say=say)
-                self._session = await self._exits.enter_async_context(session)
-                self._setting = setting
-            return self._session
-
-    async def end(self) -> None:
-        """End the session, if there is one; on the loop of the sessions."""
-        async with self._changing:
-            await self._end()
-
-    async def _end(self) -> None:
-        self._session = None
-        exits, self._exits = self._exits, AsyncExitStack()
-        await exits.aclose()
-
-    def close(self) -> None:
-        """End the session and its loop, if there are any."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is None:
-            return
-
-        async def end() -> None:
-            async with self._turn:
-                await self.end()
-
-        try:
-            asyncio.run(thread.run(end()))
-        finally:
-            thread.stop()
+def work_on(
+    config: TrainAgentConfig | TunePromptConfig | LearnOnlineConfig,
+    source: AgentSource,
+    tasks: ContentId,
+    model: ContentId,
+    sampling: SamplingParams,
+    *,
+    label: str,
+    mode: RolloutMode = "val",
+    prompt: AgentPrompt | None = None,
+    **chosen: Any,
+) -> AgentRollouts:
+    """Have agents work on ``tasks`` with ``model`` behind them; ``chosen`` as `enqueue_tasks` takes it, default: each
+    task once, as held-out ones are."""
+    assert config.agent is not None, "the configuration says so"
+    known = source, config.agent, sampling, config.backend
+    options: dict[str, Any] = {"mode": mode, "label": label} | ({} if prompt is None else {"prompt": prompt})
+    limit = context_limit(config.backend)
+    enqueued = enqueue_tasks(tasks, model, *known, **chosen, **options, draws=config.seed, limit=limit)
+    return run_agents(enqueued, *known, config.runners, seed=config.seed, **options)
 
 
-sessions = Sessions()
+def learn_from(
+    experience: Experience,
+    settings: AgentGRPO | AgentPPO,
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    *,
+    seed: int,
+    num_threads: int | None,
+    label: str,
+    of: str = "",
+) -> Checkpoint:
+    """An update by what agents did; ``of`` ends its line in the log. Raises Fatal for one past a guard's bound."""
+    inputs = model, train_state, reference, experience.as_scores(), experience.samples
+    options = {"seed": seed, "num_threads": num_threads, "label": label}
+    if isinstance(settings, AgentGRPO):
+        checkpoint = grpo_update(*inputs, settings, **options)
+    else:
+        checkpoint = ppo_update(*inputs, settings, **options)
+    check_guards(settings, checkpoint, label)
+    log_iteration(f"{settings.kind.upper()} {label}{of}", checkpoint.summary)
+    return checkpoint
 
 
 def close_agents() -> None:

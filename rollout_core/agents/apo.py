@@ -172,17 +172,46 @@ def read_template(answer: str, seed: PromptTemplate) -> PromptTemplate:
     return template
 
 
-def parents_of(beam: Sequence[Candidate], beam_width: int, branch_factor: int) -> list[Candidate]:
-    """The parent of each child of a round: all of the beam in turn, so that also one that is not full yet has
-    ``beam_width * branch_factor`` children."""
-    return [beam[place % len(beam)] for place in range(beam_width) for _ in range(branch_factor)]
-
-
 def keep_best(candidates: Sequence[Candidate], beam_width: int) -> list[Candidate]:
     """The candidates with the highest scores, of equal ones the older; of equal templates the oldest alone."""
-    different = {item.template.template: item for item in sorted(candidates, key=lambda item: -item.number)}
+    return sorted(different(candidates), key=lambda item: (-item.score, item.number))[:beam_width]
 
-    return sorted(different.values(), key=lambda item: (-item.score, item.number))[:beam_width]
+
+def different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of equal templates the oldest alone; in the order given."""
+    oldest = {item.template.template: item.number for item in sorted(candidates, key=lambda item: -item.number)}
+    return [item for item in candidates if oldest[item.template.template] == item.number]
+
+
+class Beam:
+    """The templates that a search goes on with, the best first, and how many it has made."""
+
+    def __init__(self, seed: PromptTemplate, width: int, branch_factor: int) -> None:
+        self.candidates = [Candidate(0, seed)]
+        self._width, self._branch_factor = width, branch_factor
+        self._num_made = 1
+
+    @property
+    def best(self) -> Candidate:
+        """Of the last round."""
+        return self.candidates[0]
+
+    def parents(self) -> list[Candidate]:
+        """The parent of each child of a round: all of the beam in turn, so that also one that is not full yet has
+        ``beam_width * branch_factor`` children."""
+        beam = self.candidates
+        return [beam[place % len(beam)] for place in range(self._width) for _ in range(self._branch_factor)]
+
+    def children(self, written: Sequence[PromptTemplate | None]) -> list[Candidate]:
+        """What was made of each of ``parents``, numbered; those that gave nothing have no child."""
+        pairs = [(parent, text) for parent, text in zip(self.parents(), written, strict=True) if text is not None]
+        made = [Candidate(number, text, parent.number) for number, (parent, text) in enumerate(pairs, self._num_made)]
+        self._num_made += len(made)
+        return made
+
+    def keep(self, judged: Sequence[Candidate]) -> None:
+        """The best of them are the beam of the next round."""
+        self.candidates = keep_best(judged, self._width)
 
 
 @dataclass(frozen=True)
@@ -278,7 +307,6 @@ class _Run:
     resource: str
     train: Dataset
     val: Dataset
-    candidates: int = 1
     best: Candidate | None = None
     rounds: list[SearchRound] = field(default_factory=list)
 
@@ -384,33 +412,27 @@ class APO(Algorithm):
             raise ConfigError("APO needs tasks to criticize by and others to judge by; give train_dataset, val_dataset")
         await set_aside(self.get_store(), self._name)
         run = self._last = _Run(name, train_dataset, val_dataset)
-        beam = [Candidate(0, seed)]
+        beam = Beam(seed, self._beam_width, self._branch_factor)
         if self._run_initial_validation:
-            run.best = await self._evaluated(run, beam[0], range(len(val_dataset)), "initial")
-            run.rounds.append(SearchRound(0, beam, run.best))
+            run.best = await self._evaluated(run, beam.best, range(len(val_dataset)), "initial")
+            run.rounds.append(SearchRound(0, beam.candidates, run.best))
             logger.info("%s: the seed has mean reward %.4f", self._name, run.best.score)
         for number in range(1, self._beam_rounds + 1):
-            parents = parents_of(beam, self._beam_width, self._branch_factor)
             written = await asyncio.gather(
-                *(self._rewritten(run, parent, number, place) for place, parent in enumerate(parents))
+                *(self._rewritten(run, parent, number, place) for place, parent in enumerate(beam.parents()))
             )
-            pairs = [(parent, text) for parent, text in zip(parents, written, strict=True) if text is not None]
-            children = [
-                Candidate(run.candidates + place, template, parent.number)
-                for place, (parent, template) in enumerate(pairs)
-            ]
-            run.candidates += len(children)
+            children = beam.children(written)
             places = self._draw("validation", number).sample(
                 range(len(val_dataset)), min(self._val_batch_size, len(val_dataset))
             )
             judged = await asyncio.gather(
-                *(self._evaluated(run, item, places, f"round {number}") for item in [*beam, *children])
+                *(self._evaluated(run, item, places, f"round {number}") for item in [*beam.candidates, *children])
             )
-            beam = keep_best(judged, self._beam_width)
-            leader = await self._evaluated(run, beam[0], range(len(val_dataset)), "best")
+            beam.keep(judged)
+            leader = await self._evaluated(run, beam.best, range(len(val_dataset)), "best")
             if run.best is None or leader.score > run.best.score:
                 run.best = leader
-            run.rounds.append(SearchRound(number, beam, run.best))
+            run.rounds.append(SearchRound(number, beam.candidates, run.best))
             logger.info(
                 "%s, round %d of %d: %d new templates, best %s with mean reward %.4f",
                 self._name,

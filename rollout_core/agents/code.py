@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.processes import Limits
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import AgentSource
 from rollout_core.rewards.source_ids import file_code, read_code
 from rollout_core.rewards.user_code import UserCode, importable, load_module
 
@@ -51,6 +53,11 @@ class AgentCode:
     def from_document(cls, document: Mapping[str, Any]) -> AgentCode:
         """Inverse of `document`."""
         return cls(UserCode.from_document(document))
+
+    @classmethod
+    def filed(cls, objects: ObjectStore, source: AgentSource) -> AgentCode:
+        """Inverse of `file`."""
+        return cls.from_document(json.loads(objects.get_bytes(source.code)))
 
     def load(self, *, alone: bool = False) -> LitAgent[Any]:
         """Run the code as it was read; what it imports of the user's own later is that code too. ``alone``: see

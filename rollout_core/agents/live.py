@@ -5,8 +5,9 @@ The algorithm of a Trainer, `rollout_core.agents.online.OnlineLearning`, and the
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -14,13 +15,16 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from rollout_core.agents.algorithm import AGENT_KIND
 from rollout_core.agents.delivery import retried
-from rollout_core.base.errors import ConfigError, Conflict, Fatal
+from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable, Stopped
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.stopping import is_stopping
 from rollout_core.config import LiveTraffic
 from rollout_core.inference.ledger import SAMPLE_KIND
 from rollout_core.inference.training_samples import Adapted, TokenSample
 from rollout_core.objects import Checkpoint, ObjectStore
 from rollout_core.store import LightningStore, Rollout
+
+log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch", bound=BaseModel)
 T = TypeVar("T")
@@ -28,6 +32,7 @@ T = TypeVar("T")
 NOT_LEARNABLE = (ConfigError, Fatal)
 """What a learner raises where a batch teaches nothing, however often it is tried."""
 _MOST_SKIPPED = 3
+_LONGEST_PAUSE = 30.0
 _PAGE = 500
 _LATE_SECONDS = 60.0
 """So long after a rollout has ended it may become visible, with the time of its end."""
@@ -184,6 +189,103 @@ class Selection(BaseModel):
     chosen: list[str]
     settled: dict[str, list[str]]
     """Rollouts by why nothing is learnt from them."""
+
+
+class OnlineRun(Generic[Batch]):
+    """Online learning batch by batch: what it learns, who judges the new weights, and what answers from then on.
+
+    Where the work is done, subclasses say. Those whose methods block, as stages of a flow do, run it by `blocking`.
+    """
+
+    def __init__(self, state: OnlineState[Batch], max_staleness: int) -> None:
+        self.state = state
+        self._max_staleness = max_staleness
+
+    @property
+    def serving(self) -> ContentId:
+        """The weights that were promoted last."""
+        return self.state.versions[-1]
+
+    async def update(self, batch: Batch) -> tuple[Checkpoint, float]:
+        """The outcome of an update by the batch, and the mean reward of what it learnt from. Raises NOT_LEARNABLE."""
+        raise NotImplementedError
+
+    async def judge(self, checkpoint: Checkpoint) -> tuple[bool, str]:
+        """Whether the new weights are to answer, and why; asked only where they are others."""
+        raise NotImplementedError
+
+    async def serve(self, checkpoint: Checkpoint, is_promoted: bool) -> None:
+        """Have the promoted weights answer, or the present ones again."""
+        raise NotImplementedError
+
+    async def save(self) -> None:
+        """Store the state."""
+        raise NotImplementedError
+
+    async def learn(self) -> None:
+        """Learn from the batch of the state. Raises Fatal where nothing is learnt from several batches in a row."""
+        state = self.state
+        assert state.batch is not None, "there is something to learn from"
+        try:
+            checkpoint, mean_reward = await self.update(state.batch)
+        except NOT_LEARNABLE as error:  # it would else be tried for ever
+            self.skip(error)
+        else:
+            is_promoted, reason = False, "the update left the weights as they are"
+            if checkpoint.model != self.serving:
+                is_promoted, reason = await self.judge(checkpoint)
+            # Noted only after it answers: where that fails, the same update is tried again.
+            await self.serve(checkpoint, is_promoted)
+            if is_promoted:
+                state.promote(checkpoint, self._max_staleness)
+            self.note(checkpoint, is_promoted, mean_reward)
+            outcome = "promoted" if is_promoted else "refused"
+            state.conclude(outcome, reason, mean_reward=mean_reward, model=checkpoint.model)
+        await self.save()
+        state.check_learnable()
+
+    @property
+    def logger(self) -> Any:
+        """For people."""
+        return log
+
+    def skip(self, error: Exception) -> None:
+        """Learn nothing from the batch."""
+        self.logger.warning("nothing is learnt from %d live rollouts: %s", len(self.state.rollouts), error)
+        self.state.conclude("skipped", str(error))
+
+    def note(self, checkpoint: Checkpoint, is_promoted: bool, mean_reward: float) -> None:
+        """Called with the outcome of an update, before the batch is concluded."""
+
+
+def blocking(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits, without an event loop: what it calls may have loops of its own."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise RuntimeError("the coroutine waits for something; await it on an event loop")
+
+
+def until_over(step: Callable[[], bool], patience_seconds: float, warn: Callable[[str], None]) -> None:
+    """Call ``step`` until it says that the run is over. Where it fails for a passing reason it is called again, with
+    growing pauses, for ``patience_seconds`` in a row; then, and when the process is to stop, the error is raised."""
+    failing_since: float | None = None
+    pause = 1.0
+    while True:
+        try:
+            if step():
+                return
+            failing_since, pause = None, 1.0
+        except Recoverable as error:
+            failing_since = failing_since or time.monotonic()
+            is_over = time.monotonic() - failing_since > patience_seconds
+            if isinstance(error, Stopped) or is_stopping() or is_over:
+                raise
+            warn(f"{error}; trying again in {pause:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 class LiveRollouts:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.agents.algorithm import Dataset
-from rollout_core.agents.live import NOT_LEARNABLE, LiveRollouts, OnlineState, with_retries
+from rollout_core.agents.live import NOT_LEARNABLE, LiveRollouts, OnlineRun, OnlineState, with_retries
 from rollout_core.agents.policy_session import (
     Evaluation,
     PolicyAlgorithm,
@@ -26,8 +26,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import ImportanceCorrection, LiveTraffic, ModelSource, SamplingParams
 from rollout_core.config.agents import AgentGRPO, AgentPPO
 from rollout_core.inference.base import ModelRef
-from rollout_core.inference.training_samples import file_experience
-from rollout_core.objects import Checkpoint, Experience, ObjectStore
+from rollout_core.objects import Checkpoint, Experience
 
 logger = logging.getLogger(__name__)
 
@@ -148,118 +147,127 @@ class OnlineLearning(PolicyAlgorithm):
                 session.store,
                 state,
                 self._live,
-                group_size=session.learner.group_size,
+                group_size=self.settings.group_size,
                 adapt=session.adapt,
                 flush=session.flush,
             )
             await session.publish()
+            learning = _Learning(self, session, state, val_dataset)
             while not self._stop.is_set() and (self._max_updates is None or state.num_updates < self._max_updates):
-                if state.batch is None and not await self._collect(session, live):
+                if state.batch is None and not await learning.collect(live):
                     await asyncio.sleep(live.pause)
                     continue
-                await self._update(session, state, val_dataset)
+                await learning.learn()
 
     @property
-    def _ref(self) -> str:
+    def max_staleness(self) -> int:
+        """Promotions that a rollout's weights may be back."""
+        return self._live.max_staleness
+
+    @property
+    def ref(self) -> str:
         """What says how far the run is."""
         return f"agent-online/{self._options.name}"
 
     def _resume(self, learner: PolicyLearner) -> OnlineState[Experience]:
         name = self._options.name
-        state = OnlineState[Experience].begin(learner.objects, self._ref, name, learner.reference)
+        state = OnlineState[Experience].begin(learner.objects, self.ref, name, learner.reference)
         learner.start_from(state.versions[-1], state.train_state)
         if state.num_updates:
             logger.info("%s: resumes after %d updates", name, state.num_updates)
         return state
 
-    async def _save(self, objects: ObjectStore, state: OnlineState[Experience]) -> None:
-        await to_thread(lambda: state.save(objects, self._ref))
-
-    async def _collect(self, session: PolicySession, live: LiveRollouts) -> bool:
-        """Whether there is something to learn from, which is noted then."""
-        state, learner = live.state, session.learner
-        chosen = await live.next_batch()
-        if not chosen:
-            if live.is_due_to_save():
-                await self._save(learner.objects, state)
-            return False
-        adapted = await with_retries(lambda: session.adapt(chosen))
-        live.take(chosen)
-        try:
-            state.batch = await to_thread(
-                lambda: file_experience(learner.objects, adapted, failed="leave_out", group_size=learner.group_size)
-            )
-        except NOT_LEARNABLE as error:
-            self._skip(state, error)
-        await self._save(learner.objects, state)
-        state.check_learnable()
-        if state.batch is not None:
-            left_out = state.left_out or "none"
-            logger.info("%s: learns from %d rollouts; left out: %s", self._options.name, len(chosen), left_out)
-        return state.batch is not None
-
-    def _skip(self, state: OnlineState[Experience], error: Exception) -> None:
-        """Learn nothing from a batch, which would else be tried for ever."""
-        logger.warning("%s: nothing is learnt from %d rollouts: %s", self._options.name, len(state.rollouts), error)
-        state.conclude("skipped", str(error))
-
-    async def _update(
-        self, session: PolicySession, state: OnlineState[Experience], val_dataset: Dataset | None
-    ) -> None:
-        learner, batch = session.learner, state.batch
-        assert batch is not None, "collected"
-        before = state.versions[-1], state.train_state
-        try:
-            checkpoint = await to_thread(lambda: learner.learn(batch, state.num_updates), on_cancel=learner.stop)
-        except NOT_LEARNABLE as error:
-            self._skip(state, error)
-            await self._save(learner.objects, state)
-            state.check_learnable()
-            return
-        is_promoted = await self._may_serve(session, checkpoint, val_dataset)
-        serving = checkpoint.model if is_promoted else before[0]
-        if session.serving != serving:
-            await session.load(serving, session.sampling)
-        if is_promoted:
-            state.promote(checkpoint, self._live.max_staleness)
-            self.checkpoint = checkpoint
-        else:
-            learner.start_from(*before)
-        report = OnlineReport(state.num_updates, state.rollouts, batch.mean, checkpoint, is_promoted)
-        outcome = "promoted" if is_promoted else "refused"
-        state.conclude(outcome, "", mean_reward=batch.mean, model=checkpoint.model)
-        await session.publish()
-        await self._save(learner.objects, state)
-        self.history.append(report)
-        logger.info(
-            "%s, update %d: mean reward %.4f of %d samples, model %s %s",
-            self._options.name,
-            state.num_updates,
-            batch.mean,
-            batch.num_samples,
-            checkpoint.model.short,
-            outcome,
-        )
-
-    async def _may_serve(self, session: PolicySession, checkpoint: Checkpoint, val_dataset: Dataset | None) -> bool:
+    async def may_serve(
+        self, session: PolicySession, checkpoint: Checkpoint, val_dataset: Dataset | None
+    ) -> tuple[bool, str]:
         """What the gate and the held-out tasks say. Those leave the weights that they were tried with last loaded."""
-        if checkpoint.model == session.serving:
-            logger.info("%s: the update left the weights as they are (were all rewards equal?)", self._options.name)
-            return False
         if self._gate is not None:
             new, present = await to_thread(
                 lambda: [session.learner.ref_of(m) for m in (checkpoint.model, session.serving)]
             )
             answer = self._gate(new, present)
             if not (await answer if inspect.isawaitable(answer) else answer):
-                return False
+                return False, ""
         if val_dataset is None:
-            return True
+            return True, ""
         present = await self._judged(session, val_dataset)
         await session.load(checkpoint.model, session.sampling)
         new = await self._judged(session, val_dataset)
         logger.info("%s: held-out reward %.4f, was %.4f", self._options.name, new.mean_reward, present.mean_reward)
-        return new.mean_reward >= present.mean_reward - self._tolerance  # False where there is no reward at all
+        # False where there is no reward at all.
+        return new.mean_reward >= present.mean_reward - self._tolerance, ""
 
     async def _judged(self, session: PolicySession, val_dataset: Dataset) -> Evaluation:
         return await session.evaluate(val_dataset, await session.publish(), session.sampling)
+
+    def note(self, report: OnlineReport) -> None:
+        """An update has ended."""
+        self.history.append(report)
+        if report.is_promoted:
+            self.checkpoint = report.checkpoint
+        logger.info(
+            "%s, update %d: mean reward %.4f, model %s %s",
+            self._options.name,
+            report.number + 1,
+            report.mean_reward,
+            report.checkpoint.model.short,
+            "promoted" if report.is_promoted else "refused",
+        )
+
+
+class _Learning(OnlineRun[Experience]):
+    """The algorithm's run, on its event loop."""
+
+    def __init__(
+        self,
+        algorithm: OnlineLearning,
+        session: PolicySession,
+        state: OnlineState[Experience],
+        val_dataset: Dataset | None,
+    ) -> None:
+        super().__init__(state, algorithm.max_staleness)
+        self._algorithm, self._session, self._val_dataset = algorithm, session, val_dataset
+        self._learner = session.learner
+
+    async def collect(self, live: LiveRollouts) -> bool:
+        """Whether there is something to learn from, which is noted then."""
+        state, learner = self.state, self._learner
+        chosen = await live.next_batch()
+        if not chosen:
+            if live.is_due_to_save():
+                await self.save()
+            return False
+        adapted = await with_retries(lambda: self._session.adapt(chosen))
+        live.take(chosen)
+        try:
+            state.batch = await to_thread(lambda: learner.file(adapted, failed="leave_out"))
+        except NOT_LEARNABLE as error:
+            self.skip(error)
+        await self.save()
+        state.check_learnable()
+        if state.batch is not None:
+            logger.info("%d live rollouts to learn from; left out: %s", len(chosen), state.left_out or "none")
+        return state.batch is not None
+
+    async def update(self, batch: Experience) -> tuple[Checkpoint, float]:
+        number = self.state.num_updates
+        checkpoint = await to_thread(lambda: self._learner.learn(batch, number), on_cancel=self._learner.stop)
+        return checkpoint, batch.mean
+
+    async def judge(self, checkpoint: Checkpoint) -> tuple[bool, str]:
+        return await self._algorithm.may_serve(self._session, checkpoint, self._val_dataset)
+
+    async def serve(self, checkpoint: Checkpoint, is_promoted: bool) -> None:
+        model = checkpoint.model if is_promoted else self.serving
+        if self._session.serving != model:
+            await self._session.load(model, self._session.sampling)
+        if not is_promoted:
+            self._learner.start_from(model, self.state.train_state)
+        await self._session.publish()
+
+    def note(self, checkpoint: Checkpoint, is_promoted: bool, mean_reward: float) -> None:
+        state = self.state
+        self._algorithm.note(OnlineReport(state.num_updates, state.rollouts, mean_reward, checkpoint, is_promoted))
+
+    async def save(self) -> None:
+        await to_thread(lambda: self.state.save(self._learner.objects, self._algorithm.ref))

@@ -46,7 +46,7 @@ from rollout_core.config import (
 from rollout_core.config.agents import AgentGRPO, AgentPPO
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.serving import EngineServer
-from rollout_core.inference.training_samples import Adapted, file_experience
+from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.launch import run_update
 from rollout_core.models.locating import import_model
 from rollout_core.objects import Checkpoint, Experience, ObjectStore, SnapshotStore
@@ -159,11 +159,6 @@ class PolicyLearner:
         self._stop = threading.Event()
 
     @property
-    def group_size(self) -> int:
-        """So many rollouts of a task are compared with each other."""
-        return self.settings.samples_per_prompt if isinstance(self.settings, GRPOSettings) else 1
-
-    @property
     def model_ref(self) -> ModelRef:
         """The current weights in a local folder, for an engine."""
         return self.ref_of(self.model)
@@ -179,8 +174,11 @@ class PolicyLearner:
     def update(self, adapted: Adapted, iteration: int) -> Checkpoint:
         """Learn from samples of the current weights, which the outcome replaces. Raises ConfigError where nothing can
         be learnt from them, Stopped after ``stop``."""
-        experience = file_experience(self.objects, adapted, failed=self.settings.failed, group_size=self.group_size)
-        return self.learn(experience, iteration)
+        return self.learn(self.file(adapted, failed=self.settings.failed), iteration)
+
+    def file(self, adapted: Adapted, *, failed: Failed) -> Experience:
+        """File samples as `learn` takes them. Raises ConfigError where nothing can be learnt from them."""
+        return file_experience(self.objects, adapted, failed=failed, group_size=self.settings.group_size)
 
     def learn(self, experience: Experience, iteration: int) -> Checkpoint:
         """``update`` from filed samples."""

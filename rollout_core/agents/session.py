@@ -9,9 +9,12 @@ All of it stays up from one set of tasks to the next, with new weights in the en
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,7 +23,8 @@ from rollout_core.agents.code import AgentCode
 from rollout_core.agents.fleet import Fleet
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
-from rollout_core.base.errors import Recoverable
+from rollout_core.base.errors import Recoverable, in_words
+from rollout_core.base.loops import LoopThread
 from rollout_core.base.settings import require_secret
 from rollout_core.config import AgentConfig, EngineConfig, RunnersConfig, SamplingParams
 from rollout_core.inference.base import ModelRef
@@ -240,3 +244,114 @@ class AgentSession:
         while self._policy.problem is None:
             await asyncio.sleep(_LOOK_SECONDS)
         raise Recoverable(f"the engine no longer answers: {self._policy.problem}")
+
+
+class Sessions:
+    """The session of this process: kept from one use to the next, replaced where another is asked for. Those who use it
+    at the same time have it in turn, for there is one engine.
+
+    Args:
+        open_store: the store of a session that begins.
+        log_folder: where its runners write what agents print.
+        logger: what a session that begins says things to.
+    """
+
+    policy: ServedPolicy | None = None
+    """What sessions that begin work with, where it is served already; default: each serves its own."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], AbstractAsyncContextManager[LightningStore]],
+        log_folder: Callable[[], Path],
+        logger: Callable[[], Any] = lambda: log,
+    ) -> None:
+        self._open_store, self._log_folder, self._logger = open_store, log_folder, logger
+        self._lock = threading.Lock()
+        self._thread: LoopThread | None = None
+        self._setting: Setting | None = None
+        self._session: AgentSession | None = None
+        self._exits = AsyncExitStack()
+        self._turn, self._changing = asyncio.Lock(), asyncio.Lock()
+        """Held while the session is used, and while it is replaced or ended; of the thread's loop."""
+
+    @property
+    def thread(self) -> LoopThread:
+        """Whose loop all sessions live on."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = LoopThread("rollout-agents")
+                self._turn, self._changing = asyncio.Lock(), asyncio.Lock()
+            return self._thread
+
+    async def run(
+        self,
+        setting: Setting,
+        model: ModelRef,
+        sampling: SamplingParams,
+        rollout_ids: Sequence[str],
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        **options: Any,
+    ) -> None:
+        """`AgentSession.run` of the session for ``setting``, on the loop that it lives on. ``on_progress`` is called on
+        the caller's loop, in the caller's context."""
+        here, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+        def show(done: int, total: int) -> None:
+            here.call_soon_threadsafe(on_progress, done, total, context=context)
+
+        async def work() -> None:
+            async with self._turn:
+                try:
+                    session = await self.open(setting)
+                    await session.run(model, sampling, rollout_ids, on_progress=show, **options)
+                except BaseException:
+                    # What state it is in is not known; the next try starts afresh.
+                    try:
+                        await self.end()
+                    except Exception as error:  # noqa: BLE001 - whatever it is, the caller fails by the first error
+                        log.error("The session of agents did not end as it should: %s", in_words(error))
+                    raise
+
+        await self.thread.run(work())
+
+    async def open(self, setting: Setting) -> AgentSession:
+        """The session for ``setting``, begun where there is another or none; on the loop of the sessions."""
+        async with self._changing:
+            if self._session is None or self._setting != setting:
+                await self._end()
+                self._session = await self._exits.enter_async_context(
+                    self._made(setting, await self._exits.enter_async_context(self._open_store()))
+                )
+                self._setting = setting
+            return self._session
+
+    def _made(self, setting: Setting, store: LightningStore) -> AgentSession:
+        say = self._logger().info
+        return AgentSession(store, setting, policy=self.policy, log_folder=self._log_folder(), say=say)
+
+    async def end(self) -> None:
+        """End the session, if there is one; on the loop of the sessions."""
+        async with self._changing:
+            await self._end()
+
+    async def _end(self) -> None:
+        self._session = None
+        exits, self._exits = self._exits, AsyncExitStack()
+        await exits.aclose()
+
+    def close(self) -> None:
+        """End the session and its loop, if there are any."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            return
+
+        async def end() -> None:
+            async with self._turn:
+                await self.end()
+
+        try:
+            asyncio.run(thread.run(end()))
+        finally:
+            thread.stop()

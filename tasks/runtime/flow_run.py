@@ -158,6 +158,15 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
             _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
 
 
+def forget_stages(journal: Journal, most: int) -> None:
+    """For a run without end: keep the last ``most`` stages alone, and no state of their task runs, which Prefect keeps
+    for others that may depend on them."""
+    del journal.entries[:-most]
+    context = FlowRunContext.get()
+    if context is not None:
+        context.run_results.clear()
+
+
 def end_task_runs(run_id: UUID) -> None:
     """Have the task runs of a run be Crashed whose process was killed. Nobody else says so, and the server and its UI
     would have them Running for ever. What the server refuses is a warning: the run is worth more."""

@@ -15,14 +15,15 @@ from rollout_core.agents import apo as apo_module
 from rollout_core.agents.agent import prompt_rollout
 from rollout_core.agents.apo import (
     APO,
+    Beam,
     Candidate,
     Experience,
     MalformedAnswer,
     PromptWriter,
     critic_messages,
+    different,
     editor_messages,
     keep_best,
-    parents_of,
     placeholders,
     read_template,
 )
@@ -265,8 +266,13 @@ def test_the_search_by_itself():
         for number, text, score in ((0, "a", 0.5), (1, "b", 0.5), (2, "b", 0.9))
     )
     assert keep_best([twin, two, one], 1) == [one], "of equal scores the older, of equal templates the oldest"
-    assert [item.number for item in parents_of([one], 2, 2)] == [0] * 4
-    assert [item.number for item in parents_of([one, two], 2, 2)] == [0, 0, 1, 1]
+    assert different([twin, two, one]) == [two, one]
+    beam = Beam(SEED, 2, 2)
+    assert [item.number for item in beam.parents()] == [0] * 4
+    children = beam.children([two.template, None, None, one.template])
+    assert [(item.number, item.parent) for item in children] == [(1, 0), (2, 0)]
+    beam.keep([one, two, twin])
+    assert beam.best == one and [item.number for item in beam.parents()] == [0, 0, 1, 1]
     messages = critic_messages(SEED, [Experience(0.25, "succeeded"), Experience(None, "failed")])
     assert "Do {task}." in messages[1]["content"] and "failed, reward none" in messages[1]["content"]
     assert "Its placeholders: task" in editor_messages(SEED, "Shorter.")[1]["content"]

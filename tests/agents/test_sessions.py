@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks import agents
+from rollout_core.agents import session
 
 
 class Session:
@@ -24,35 +26,31 @@ class Session:
             raise ValueError("the first error")
         self.events.append(f"{self.name} ends")
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
         self.events.append(f"{self.name} closes")
         await asyncio.sleep(0.02)
         if "broken" in self.name:
             raise OSError("the second error")
 
 
-class Sessions(agents.Sessions):
+class Sessions(session.Sessions):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda: nullcontext(None), Path)  # type: ignore[arg-type]
         self.events: list[str] = []
 
-    async def open(self, setting: Any) -> Any:
-        async with self._changing:
-            if self._setting != setting or self._session is None:
-                await self._end()
-                self._session = Session(setting, self.events)  # type: ignore[assignment]
-                self._exits.push_async_callback(self._session.close)  # type: ignore[union-attr]
-                self._setting = setting
-            return self._session
+    def _made(self, setting: Any, store: Any) -> Any:
+        return Session(setting, self.events)
 
 
 async def use(sessions: Sessions, setting: str) -> None:
-    await sessions.run(setting, None, None, ["r"], {}, None)  # type: ignore[arg-type]
+    await sessions.run(setting, None, None, ["r"])  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def sessions(monkeypatch):
-    monkeypatch.setattr("tasks.agents.refresh_name", lambda: None)
+def sessions():
     made = Sessions()
     yield made
     made.close()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.agent import chosen_pairs
 from flows.cli.agent_trace import _trace_lines
-from rollout_core.agents.adapters.ended import EndedRollout
+from rollout_core.agents.adapters.ended import EndedRollout, most_changed
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.objects import ObjectStore
 from rollout_core.store import EnqueueRolloutRequest, Span, SqlLightningStore
@@ -20,7 +19,7 @@ def ended(moment: str, rewards: list[float | None]) -> list[EndedRollout]:
 
 
 def shown(before: list[float | None], after: list[float | None]) -> list[int]:
-    pairs = chosen_pairs(ended("before", before), ended("after", after))
+    pairs = most_changed(ended("before", before), ended("after", after), num_gained=3, num_lost=1)
     places = [(int(one.rollout_id.split("-")[1]), int(other.rollout_id.split("-")[1])) for one, other in pairs]
     assert all(one == other for one, other in places), "of one task"
     return [one for one, _ in places]

@@ -121,6 +121,15 @@ def ended_rollouts(objects: ObjectStore, rollouts: AgentRollouts) -> list[EndedR
     return [EndedRollout(**orjson.loads(line)) for line in objects.get_bytes(rollouts.rollouts).splitlines()]
 
 
+def most_changed(
+    before: Sequence[EndedRollout], after: Sequence[EndedRollout], *, num_gained: int, num_lost: int
+) -> list[tuple[EndedRollout, EndedRollout]]:
+    """Of rollouts of the same tasks, in the same order, those whose reward rose most, then those whose reward fell
+    most."""
+    pairs = sorted(zip(before, after, strict=True), key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
+    return [*pairs[:num_gained], *pairs[max(num_gained, len(pairs) - num_lost) :]]
+
+
 def made_of(objects: ObjectStore, rollout_id: str) -> list[Lineage]:
     """What was made of a rollout's spans, directly or not (samples, checkpoints, what was learnt from those on), in
     the order in which it was made."""
