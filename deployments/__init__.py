@@ -7,7 +7,7 @@ require_own("flows", "tasks", "blocks")
 moved.alias(
     __name__,
     {
-        "doctor": "deployments.checks",
+        "doctor": "deployments.health",
         "metrics": "deployments.exporter",
         "ui.app": "deployments.ui.pages",
         "ui.beside": "deployments.ui.mounted",

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_WORKER_HEARTBEAT_SECONDS
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from deployments.supervision import give_back, runs_of
-from rollout_core.base.garbage import collect_seldom
+from rollout_core.base.collector import collect_seldom
 from tasks.runtime import outage_logs
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from rollout_core.base import moved
 moved.alias(
     __name__,
     {
+        "base.garbage": "rollout_core.base.collector",
         "housekeeping": "rollout_core.objects.retention",
         "housekeeping.cleaning": "rollout_core.objects.retention.housekeeping",
         "housekeeping.usage": "rollout_core.objects.retention.usage",

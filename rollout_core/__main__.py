@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from rollout_core.base.collector import collect_seldom
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.own_packages import require_own
 
 

@@ -41,7 +41,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 from hypothesis import settings
 
-from rollout_core.base.garbage import collect_seldom
+from rollout_core.base.collector import collect_seldom
 from tests.objects.object_files import BUCKET
 from tests.support import forked, machine
 from tests.support.gcp_server import GoogleCloud, google_cloud

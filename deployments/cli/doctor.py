@@ -77,7 +77,7 @@ def _examined(sections: Collection[str], debug: bool, *, now: bool) -> list[Chec
     from deployments.probes import find_server
 
     server = find_server(debug=debug)
-    from deployments.checks import GROUPS, NOW, examine  # with Prefect, which takes its settings now
+    from deployments.health import GROUPS, NOW, examine  # with Prefect, which takes its settings now
 
     groups = {name for name, group in GROUPS.items() if group.section in sections and (now or name not in NOW)}
     return examine(server, groups, debug=debug)

@@ -24,8 +24,8 @@ from rollout_core.agents.code import AgentCode
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.supervision import ExecutionEvent
+from rollout_core.base.collector import collect_seldom
 from rollout_core.base.errors import ConfigError, RolloutError, in_words
-from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.processes import ProcessName
 from rollout_core.store import LightningStore, LightningStoreClient
 from rollout_core.store.resources import ClaimedTask

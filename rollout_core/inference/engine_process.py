@@ -34,8 +34,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base.collector import collect_seldom
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
-from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.locks import note_shared_memory, noted_shared_memory, scratch_folder
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.processes import in_environment

@@ -22,9 +22,9 @@ from typing import Any
 
 from rollout_core.algorithms.context import HeldStates, UpdateContext
 from rollout_core.base import traces
+from rollout_core.base.collector import collect_seldom
 from rollout_core.base.determinism import prepare_environment, probe_device, release_gpu_memory
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
-from rollout_core.base.garbage import collect_seldom
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.launch.launcher import (
     IDENTITY,

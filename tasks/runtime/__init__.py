@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
+from rollout_core.base.collector import collect_seldom
 from rollout_core.base.determinism import NUMERICS, hold_numerics, prepare_environment
-from rollout_core.base.garbage import collect_seldom
 
 
 def requested_numerics(parameters: Mapping[str, Any]) -> Any:

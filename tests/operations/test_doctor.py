@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from deployments import checks as doctor
+from deployments import health as doctor
 from deployments.cli.doctor import SECTIONS
 from deployments.probes import Check, Database, Level, Server, Storage
 from deployments.status import Deployment, Run, Status

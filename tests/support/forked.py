@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollout_core.base.garbage import collect_seldom
+from rollout_core.base.collector import collect_seldom
 
 PROJECT = Path(__file__).resolve().parents[2]
 LIBRARIES = (
