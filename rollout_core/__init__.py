@@ -26,6 +26,8 @@ moved.alias(
         "store.http.listening": "rollout_core.web.listening",
         "store.http.threads": "rollout_core.web.threads",
         "store.loops": "rollout_core.base.loops",
+        "store.span_fields": "rollout_core.store.encoded_spans",
+        "store.sql.stored_spans": "rollout_core.store.stored_spans",
     },
 )
 

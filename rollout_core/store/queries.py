@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -166,8 +166,15 @@ class WorkersQuery(NamedTuple):
         return self
 
 
+QueryT = TypeVar("QueryT", RolloutsQuery, RolloutsBrowse, AttemptsQuery, SpansQuery, ResourcesQuery, WorkersQuery)
 Query = RolloutsQuery | AttemptsQuery | SpansQuery | ResourcesQuery | WorkersQuery
 """One whose answer is a page."""
+
+
+def _asked(kind: type[QueryT], given: Mapping[str, Any]) -> QueryT:
+    """The query of a call with these arguments, which have the names of its fields. Raises ConfigError if it means
+    nothing."""
+    return kind(*[given[name] for name in kind._fields]).checked()
 
 
 class Queries:
@@ -199,17 +206,9 @@ class Queries:
         ``status`` and ``rollout_ids`` are older names of ``status_in`` and ``rollout_id_in``, which win if both are
         given.
         """
-        query = RolloutsQuery(
-            status if status_in is None else status_in,
-            rollout_ids if rollout_id_in is None else rollout_id_in,
-            rollout_id_contains,
-            filter_logic,
-            sort_by,
-            sort_order,
-            limit,
-            offset,
-        )
-        return await self.find_rollouts(query.checked())
+        status_in = status if status_in is None else status_in
+        rollout_id_in = rollout_ids if rollout_id_in is None else rollout_id_in
+        return await self.find_rollouts(_asked(RolloutsQuery, locals()))
 
     async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
         """What ``query_rollouts`` asks for."""
@@ -232,7 +231,7 @@ class Queries:
 
         Raises NotFound where ``before`` is no rollout of this store.
         """
-        return await self.find_browsed(RolloutsBrowse(before, status_in, text, limit, within).checked())
+        return await self.find_browsed(_asked(RolloutsBrowse, locals()))
 
     async def find_browsed(self, query: RolloutsBrowse) -> BrowsedPage[Rollout]:
         """What ``browse_rollouts`` asks for. A store that is not large may go through all it has, as this does."""
@@ -265,7 +264,7 @@ class Queries:
         offset: int = 0,
     ) -> PaginatedResult[Attempt]:
         """Attempts of a rollout, oldest first; none if it is unknown."""
-        return await self.find_attempts(AttemptsQuery(rollout_id, sort_by, sort_order, limit, offset).checked())
+        return await self.find_attempts(_asked(AttemptsQuery, locals()))
 
     async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
         """What ``query_attempts`` asks for."""
@@ -300,24 +299,7 @@ class Queries:
         ``filter_logic`` joins the filters, never the rollout and attempt. Spans that share a ``sequence_id`` are
         ordered by start and end time. A store that evicts spans raises RuntimeError for a rollout whose spans are gone.
         """
-        query = SpansQuery(
-            rollout_id,
-            attempt_id,
-            trace_id,
-            trace_id_contains,
-            span_id,
-            span_id_contains,
-            parent_id,
-            parent_id_contains,
-            name,
-            name_contains,
-            filter_logic,
-            limit,
-            offset,
-            sort_by,
-            sort_order,
-        )
-        return await self.find_spans(query.checked())
+        return await self.find_spans(_asked(SpansQuery, locals()))
 
     async def find_spans(self, query: SpansQuery) -> PaginatedResult[Span]:
         """What ``query_spans`` asks for."""
@@ -350,8 +332,7 @@ class Queries:
         offset: int = 0,
     ) -> PaginatedResult[ResourcesUpdate]:
         """Snapshots that match."""
-        query = ResourcesQuery(resources_id, resources_id_contains, sort_by, sort_order, limit, offset)
-        return await self.find_resources(query.checked())
+        return await self.find_resources(_asked(ResourcesQuery, locals()))
 
     async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
         """What ``query_resources`` asks for."""
@@ -374,8 +355,7 @@ class Queries:
         offset: int = 0,
     ) -> PaginatedResult[Worker]:
         """Workers that match."""
-        query = WorkersQuery(status_in, worker_id_contains, filter_logic, sort_by, sort_order, limit, offset)
-        return await self.find_workers(query.checked())
+        return await self.find_workers(_asked(WorkersQuery, locals()))
 
     async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
         """What ``query_workers`` asks for."""

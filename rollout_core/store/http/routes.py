@@ -288,7 +288,7 @@ _pass(
     "cancel_rollouts",
     "Cancel those of these rollouts that have not finished; all as they are then.",
     "cancel_rollouts",
-    takes=wire.CancelRequest,
+    takes=wire.body_of_call(LightningStore.cancel_rollouts, "CancelRequest"),
     gives=list[wire.AnyRollout],
 )
 
@@ -420,7 +420,7 @@ _pass(
     "query_latest_spans",
     "Spans of the latest attempts of many rollouts.",
     "query_many_spans",
-    takes=wire.LatestSpansQuery,
+    takes=wire.body_of_call(LightningStore.query_many_spans, "LatestSpansQuery"),
     gives=list[Span],
     remembered=False,
 )

@@ -6,7 +6,8 @@ typed errors are ours. Bodies are JSON, written by ``codec`` and read by pydanti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from types import UnionType
@@ -114,12 +115,6 @@ class StartAttemptRequest(BaseModel):
 
 class StartAttemptsRequest(StartAttemptRequest):
     """Rollouts to start a new attempt of."""
-
-    rollout_ids: FailFastList[str]
-
-
-class CancelRequest(BaseModel):
-    """Rollouts that are no longer wanted."""
 
     rollout_ids: FailFastList[str]
 
@@ -265,6 +260,17 @@ def _body_of(query: Any, description: str, *, in_path: Sequence[str] = (), **kin
     return create_model(query.__name__, __doc__=description, __module__=__name__, **fields)
 
 
+def body_of_call(method: Callable[..., Any], name: str) -> type[BaseModel]:
+    """The body that makes a call of the contract: the arguments of its method."""
+    kinds = get_type_hints(method)
+    fields: dict[str, Any] = {
+        given.name: (_as_sent(kinds[given.name]), ... if given.default is given.empty else given.default)
+        for given in inspect.signature(method).parameters.values()
+        if given.name != "self"
+    }
+    return create_model(name, __doc__=f"Arguments of ``{method.__name__}``.", __module__=__name__, **fields)
+
+
 def _as_sent(kind: Any) -> Any:
     """The type of a field of a body from that of an argument."""
     if get_origin(kind) is Sequence:
@@ -283,13 +289,6 @@ WorkersQuery = _body_of(queries.WorkersQuery, "Filter, order and page of a query
 SpansQuery = _body_of(
     queries.SpansQuery, "Filter, order and page of a query of a rollout's spans.", attempt_id=str | None
 )
-
-
-class LatestSpansQuery(BaseModel):
-    """Rollouts whose latest attempts' spans are wanted, of one name or of all."""
-
-    rollout_ids: FailFastList[str]
-    name: str | None = None
 
 
 class HeartbeatRequest(Changes):
