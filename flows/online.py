@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from prefect import flow
 
@@ -33,8 +33,6 @@ from tasks.runtime.run_record import record_refusal
 
 MOST_STAGES = 500
 """Of the last ones the report tells, and this process keeps."""
-PATIENCE_SECONDS = 300.0
-"""So long in a row stages may fail for passing reasons, such as a database that is away."""
 
 
 class LearntOnline(TypedDict):
@@ -64,7 +62,7 @@ def learn_online(config: LearnOnlineConfig) -> LearntOnline:
 def _learn(config: LearnOnlineConfig, journal: Journal, ends_at: float | None) -> LearntOnline:
     run = _Learning(config, journal)
     end_of_stages("each update follows from what live agents do")
-    until_over(lambda: run.step(ends_at), PATIENCE_SECONDS, stage_logger().warning)
+    until_over(lambda: run.step(ends_at), stage_logger().warning)
     state, folder = run.state, report_online(config, run.state, journal, is_last=True)
     return LearntOnline(
         model=run.serving,
@@ -84,16 +82,12 @@ class _Learning(OnlineRun[AgentRollouts]):
         self.config, self.journal = config, journal
         self.source = None if config.agent is None else import_agent(config.agent)
         self.start = import_model(config.algorithm.base_model).model
-        held_out = config.evaluation
-        self.held_out = None if held_out is None else import_tasks(held_out.tasks, label="held out").data
-        super().__init__(begin_online(config, self.start), config.live.max_staleness)
+        judged = config.evaluation
+        self.held_out = None if judged is None else import_tasks(judged.tasks, label="held out").data
+        super().__init__(begin_online(config, self.start), config.live.max_staleness, stage_logger)
         self.is_saved, self._in_use = True, set(self.state.versions)
         self.served: ContentId | None = None
         """What `_serve` has made answer; None: nothing yet, or that failed."""
-
-    @property
-    def logger(self) -> Any:
-        return stage_logger()
 
     @property
     def label(self) -> str:
@@ -131,7 +125,6 @@ class _Learning(OnlineRun[AgentRollouts]):
         if self.held_out is None:
             return True, NOT_HELD_OUT
         assert self.source is not None, "the configuration says so"
-        # A model that is tried answers live agents meanwhile.
         known = self.config, self.source, self.held_out
         sampling, label = self.config.algorithm.sampling, f"{self.label}, held out"
         before = work_on(*known, self.serving, sampling, label=f"{label} before")

@@ -197,9 +197,9 @@ class OnlineRun(Generic[Batch]):
     Where the work is done, subclasses say. Those whose methods block, as stages of a flow do, run it by `blocking`.
     """
 
-    def __init__(self, state: OnlineState[Batch], max_staleness: int) -> None:
+    def __init__(self, state: OnlineState[Batch], max_staleness: int, logger: Callable[[], Any] = lambda: log) -> None:
         self.state = state
-        self._max_staleness = max_staleness
+        self._max_staleness, self._logger = max_staleness, logger
 
     @property
     def serving(self) -> ContentId:
@@ -244,14 +244,9 @@ class OnlineRun(Generic[Batch]):
         await self.save()
         state.check_learnable()
 
-    @property
-    def logger(self) -> Any:
-        """For people."""
-        return log
-
     def skip(self, error: Exception) -> None:
         """Learn nothing from the batch."""
-        self.logger.warning("nothing is learnt from %d live rollouts: %s", len(self.state.rollouts), error)
+        self._logger().warning("nothing is learnt from %d live rollouts: %s", len(self.state.rollouts), error)
         self.state.conclude("skipped", str(error))
 
     def note(self, checkpoint: Checkpoint, is_promoted: bool, mean_reward: float) -> None:
@@ -268,9 +263,10 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the coroutine waits for something; await it on an event loop")
 
 
-def until_over(step: Callable[[], bool], patience_seconds: float, warn: Callable[[str], None]) -> None:
-    """Call ``step`` until it says that the run is over. Where it fails for a passing reason it is called again, with
-    growing pauses, for ``patience_seconds`` in a row; then, and when the process is to stop, the error is raised."""
+def until_over(step: Callable[[], bool], warn: Callable[[str], None]) -> None:
+    """Call ``step`` until it says that the run is over. Where it fails for a passing reason, such as a database that is
+    away, it is called again, with growing pauses, for some minutes in a row; then, and when the process is to stop, the
+    error is raised."""
     failing_since: float | None = None
     pause = 1.0
     while True:
@@ -280,7 +276,7 @@ def until_over(step: Callable[[], bool], patience_seconds: float, warn: Callable
             failing_since, pause = None, 1.0
         except Recoverable as error:
             failing_since = failing_since or time.monotonic()
-            is_over = time.monotonic() - failing_since > patience_seconds
+            is_over = time.monotonic() - failing_since > _AWAY_SECONDS
             if isinstance(error, Stopped) or is_stopping() or is_over:
                 raise
             warn(f"{error}; trying again in {pause:g} s")

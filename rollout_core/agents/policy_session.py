@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rollout_core.agents.adapters.ended import earned_reward, read_rollouts
+from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.adapters.samples import adapt_rollouts
 from rollout_core.agents.adapters.tokens import SampleForm
 from rollout_core.agents.algorithm import (
@@ -66,8 +66,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_SECONDS = 10.0
-_CHUNK = 5_000
-"""Rollouts whose spans are asked for at once."""
 
 
 @dataclass(frozen=True)
@@ -342,17 +340,9 @@ class PolicySession:
         finally:
             if sampling != self.sampling:
                 await self.load(self.serving, self.sampling)
-        found = await self.rewards(ids)
-        mean = math.fsum(found.values()) / len(ids) if found else math.nan
-        return Evaluation(mean, len(ids), len(ids) - len(found))
-
-    async def rewards(self, rollout_ids: Sequence[str]) -> dict[str, float]:
-        """Those that the rollouts have earned, see `earned_reward`."""
-        found: dict[str, float] = {}
-        async for rollout_id, rollout, spans in read_rollouts(self.store, rollout_ids, chunk=_CHUNK):
-            if rollout is not None and (reward := earned_reward(rollout.status, spans)) is not None:
-                found[rollout_id] = reward
-        return found
+        found = await look_up(self.store, self.learner.objects, ids, self.serving)
+        mean = found.mean_reward if found.num_rewards else math.nan
+        return Evaluation(mean, len(ids), len(ids) - found.num_rewards)
 
     async def adapt(self, rollout_ids: Sequence[str]) -> Adapted:
         """Samples of the policy's calls."""
