@@ -23,7 +23,7 @@ from rollout_core.agents.policy_session import (
     to_thread,
 )
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import ImportanceCorrection, LiveTraffic, ModelSource, SamplingParams
+from rollout_core.config import ImportanceCorrection, LiveTraffic, ModelSource
 from rollout_core.config.agents import AgentGRPO, AgentPPO
 from rollout_core.inference.base import ModelRef
 from rollout_core.objects import Checkpoint, Experience
@@ -108,21 +108,17 @@ class OnlineLearning(PolicyAlgorithm):
             raise ConfigError(f"what is to be learnt from is not clear: {error}") from error
         if max_updates is not None and max_updates < 1:
             raise ConfigError(f"max_updates is {max_updates}; expected 1 or more, or None")
-        if settings is None:
-            settings = policy_settings(
-                AgentPPO,
-                model,
-                lr=lr,
-                sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
-                learner={
-                    "minibatch_size": min(8, min_rollouts),
-                    "gradient_accumulation": -(-min_rollouts // 8),
-                    "correction": ImportanceCorrection(),
-                }
-                | dict(learner or {}),
-            )
-        elif model is not None:
-            raise ConfigError("got a model and settings; settings have a base_model, so leave the model out")
+        settings = policy_settings(
+            AgentPPO,
+            model,
+            settings,
+            num_rollouts=min_rollouts,
+            lr=lr,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            learner=learner,
+            correction=ImportanceCorrection(),
+        )
         super().__init__(settings, PolicyOptions(name=name, **options))
         self._max_updates = max_updates
         self._gate = gate

@@ -71,21 +71,19 @@ class _OnPolicy(PolicyAlgorithm):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        if settings is None:
-            rollouts = tasks_per_iteration * rollouts_per_task
-            settings = policy_settings(
-                self.kind,
-                model,
-                iterations=iterations,
-                prompts_per_iteration=tasks_per_iteration,
-                samples_per_prompt=rollouts_per_task,
-                lr=lr,
-                sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
-                learner={"minibatch_size": min(8, rollouts), "gradient_accumulation": -(-rollouts // 8)}
-                | dict(learner or {}),
-            )
-        elif model is not None:
-            raise ConfigError("got a model and settings; settings have a base_model, so leave the model out")
+        settings = policy_settings(
+            self.kind,
+            model,
+            settings,
+            num_rollouts=tasks_per_iteration * rollouts_per_task,
+            lr=lr,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            learner=learner,
+            iterations=iterations,
+            prompts_per_iteration=tasks_per_iteration,
+            samples_per_prompt=rollouts_per_task,
+        )
         if evaluate_every is not None and evaluate_every < 1:
             raise ConfigError(f"evaluate_every is {evaluate_every}; expected 1 or more iterations, or None")
         super().__init__(settings, PolicyOptions(name=name or settings.kind, **options))

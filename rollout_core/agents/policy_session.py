@@ -427,17 +427,33 @@ def _for_threads(store: LightningStore) -> LightningStore:
 def policy_settings(
     kind: type[AgentGRPO] | type[AgentPPO],
     model: str | Path | ModelSource | None,
+    settings: AgentGRPO | AgentPPO | None,
     *,
+    num_rollouts: int,
     lr: float,
-    learner: Mapping[str, Any],
+    temperature: float,
+    max_tokens: int,
+    learner: Mapping[str, Any] | None,
     **fields: Any,
 ) -> AgentGRPO | AgentPPO:
-    """Settings of a learner whose tasks are those of the trainer. Raises ConfigError for what is missing or wrong."""
+    """Those given, or else settings of a learner whose tasks are those of the trainer, ``num_rollouts`` an update.
+    Raises ConfigError for what is missing or wrong."""
+    if settings is not None and model is not None:
+        raise ConfigError("got a model and settings; settings have a base_model, so leave the model out")
+    if settings is not None:
+        return settings
     if model is None:
         raise ConfigError("there is no model to train; give a folder, a hub id or a content id, or settings")
     source = model if isinstance(model, ModelSource) else ModelSource(uri=str(model))
-    given = {"prompts": JsonlDataset(path="train_dataset"), "base_model": source, "optimizer": {"lr": lr}}
+    given = {
+        "prompts": JsonlDataset(path="train_dataset"),
+        "base_model": source,
+        "optimizer": {"lr": lr},
+        "sampling": SamplingParams(temperature=temperature, max_tokens=max_tokens),
+        "minibatch_size": min(8, num_rollouts),
+        "gradient_accumulation": -(-num_rollouts // 8),
+    }
     try:
-        return kind.model_validate({**given, **fields, **learner})
+        return kind.model_validate({**given, **fields, **(learner or {})})
     except ValueError as error:
         raise ConfigError(f"the learner's settings are wrong: {error}") from error
