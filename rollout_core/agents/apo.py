@@ -184,7 +184,7 @@ def different(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 class Beam:
-    """The templates that a search goes on with, the best first, and how many it has made."""
+    """The templates that a search continues with, the best first, and how many it has made."""
 
     def __init__(self, seed: PromptTemplate, width: int, branch_factor: int) -> None:
         self.candidates = [Candidate(0, seed)]
