@@ -28,6 +28,7 @@ moved.alias(
         "iterations": "tasks.runtime.iterations",
         "keeping": "tasks.runtime.kept_states",
         "nights": "tasks.runtime.scheduled_runs",
+        "nightly_steps": "flows.evaluation",
         "outage_logs": "tasks.runtime.outage_logs",
         "placement": "tasks.runtime.dask.placed_stages",
         "planning": "tasks.runtime.planning",

@@ -10,9 +10,9 @@ from rollout_core.config import NightlyConfig
 from rollout_core.config.base import DatasetSource
 from rollout_core.config.promotion import Guard
 from rollout_core.config.rewards import RewardSpec
-from rollout_core.objects.records import EvalReport
+from rollout_core.objects.records import Divergence, EvalReport
 from rollout_core.plans.plan import context_limit
-from rollout_core.promotion.guards import Divergence, GuardReports, subject_of
+from rollout_core.promotion.guards import GuardReports, subject_of
 from rollout_core.rewards.source_ids import source_id
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward

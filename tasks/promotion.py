@@ -5,11 +5,11 @@ from __future__ import annotations
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, PromotionConfig
-from rollout_core.objects.records import Record
+from rollout_core.objects.records import Divergence, Record
 from rollout_core.promotion import history
 from rollout_core.promotion.decision import Evaluated, promote_if_accepted, weigh
 from rollout_core.promotion.evidence import Evidence, Promotion
-from rollout_core.promotion.guards import Divergence, GuardReports, Moment
+from rollout_core.promotion.guards import GuardReports, Moment
 from rollout_core.promotion.history import Latest
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.journal import stage_logger

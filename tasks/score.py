@@ -7,9 +7,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
-from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
+from rollout_core.objects.records import Completions, Divergence, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.retention.unstored import local_model
-from rollout_core.promotion.guards import Divergence
 from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction
 from tasks.generate import Help, help_inference
@@ -164,7 +163,7 @@ def measure_kl(
     try:
         found = mean_kl(model, other, prompts, tokens, temperature=temperature, num_threads=num_threads)
     except ConfigError as error:
-        # A latest model that somebody promoted from another family is no reason for a run to fail at its end.
+        # A latest model from another family is no reason for a run to fail at its end.
         stage_logger().warning("no KL divergence of %s from %s: %s", report.model.short, rival.short, error)
         return unmeasured.model_copy(update={"problem": str(error)})
     stage_logger().info("KL divergence of %s from %s: %.4g nats a token", report.model.short, rival.short, found.exact)

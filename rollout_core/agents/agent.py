@@ -189,7 +189,7 @@ def _first(kind: type[Kind], resources: Mapping[str, Resource], *, is_needed: bo
     found = {
         name: resource
         for name, resource in resources.items()
-        # A model that a flow has promoted is an LLM without an endpoint: it names weights, and nobody answers there.
+        # A model that a flow made the latest is an LLM without an endpoint: it names weights, and nobody answers there.
         if isinstance(resource, kind) and not (type(resource) is LLM and not resource.endpoint)
     }
     if not found and not is_needed:

@@ -85,7 +85,7 @@ def export_model(
     with appearing_folder(folder) as temporary:
         objects.get_files(manifest, temporary)
         if history.dtype is not None:
-            # As `round_weights` does it, so that the files are those of the model that was promoted.
+            # As `round_weights` does it, so that the files are those of the model that is served.
             cast_model(temporary, temporary, history.dtype, stochastic=bool(history.updates))
         _name_ends(temporary)
         _write_history(history, model_card(history, title), temporary)

@@ -1,6 +1,6 @@
 """A trained model in the precision of the model that its training began with.
 
-Training keeps float32 weights, whatever it began with, and stages hand these on. A model that leaves, promoted or
+Training keeps float32 weights, whatever it began with, and stages hand these on. A model that leaves, served or
 exported, has the dtype of its base's weights: half the size where that is bfloat16 or float16. What a model has is read
 in its weights' files. A config.json may name another dtype, as of a model that was computed in it, or none.
 

@@ -315,3 +315,20 @@ class EvalReport(Record):
     def cache_identity(self) -> Any:
         """Without counts of nothing: what was kept before there were any is found."""
         return self.model_dump(mode="json", exclude=_counts_of_nothing(self))
+
+
+class Divergence(Record):
+    """How far the new model's distribution is from a rival's on its own held-out completions.
+
+    Means over their tokens, nats a token, as of `rollout_core.algorithms.divergence.MeanKL`; None where the two do not
+    read the same token ids, for the reason that ``problem`` gives.
+    """
+
+    model: ContentId
+    rival: ContentId
+    num_tokens: int
+    num_completions: int
+    exact: float | None = None
+    k1: float | None = None
+    k3: float | None = None
+    problem: str | None = None

@@ -13,11 +13,10 @@ from rollout_core.config import BackendConfig, PromotionConfig
 from rollout_core.inference.engines import computed_dtype
 from rollout_core.models.precision import stored_dtype
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import AgentRollouts, EvalReport
+from rollout_core.objects.records import AgentRollouts, Divergence, EvalReport
 from rollout_core.promotion import history
 from rollout_core.promotion.evidence import Comparison, Evidence, Promotion, compare, rewards_by_prompt
 from rollout_core.promotion.guards import (
-    Divergence,
     GuardFinding,
     GuardReports,
     Measured,

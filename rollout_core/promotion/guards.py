@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId
 from rollout_core.config.promotion import (
     ROUNDING,
     FinishGuard,
@@ -23,7 +22,7 @@ from rollout_core.config.promotion import (
 )
 from rollout_core.data.samples import decode_completions_blob
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import EvalReport, Record
+from rollout_core.objects.records import Divergence, EvalReport, Record
 
 Moment = Literal["before", "latest"]
 """Which rival: the model that the run started from, or the one that is latest now."""
@@ -51,23 +50,6 @@ class GuardReports(Record):
     before: EvalReport
     latest: EvalReport | None
     after: EvalReport
-
-
-class Divergence(Record):
-    """How far the new model's distribution is from a rival's on its own held-out completions.
-
-    Means over their tokens, nats a token, as of `rollout_core.algorithms.divergence.MeanKL`; None where the two do not
-    read the same token ids, for the reason that ``problem`` gives.
-    """
-
-    model: ContentId
-    rival: ContentId
-    num_tokens: int
-    num_completions: int
-    exact: float | None = None
-    k1: float | None = None
-    k3: float | None = None
-    problem: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from rollout_core.base.ids import hash_bytes
 from rollout_core.config import FinishGuard, KLGuard, LengthGuard, PromptsGuard, RewardGuard
 from rollout_core.config.promotion import Guard
 from rollout_core.objects import ObjectStore
-from rollout_core.promotion.guards import GUARDS, Divergence, GuardFinding, Measured, Moment, judge_guard
+from rollout_core.objects.records import Divergence
+from rollout_core.promotion.guards import GUARDS, GuardFinding, Measured, Moment, judge_guard
 from tests.support.evaluations import evaluation
 
 SOME = hash_bytes(b"some")

@@ -3,7 +3,7 @@ last. Their bytes are deleted at once, not when housekeeping comes by.
 
 A state is named by the run that saved it, and by each that found it trained while another might still give it up
 (`stand_on`). A run takes away its own name only. Of a model that was given up, results keep the id, a note says that
-its weights are not stored, and they stay all the same where somebody has promoted or chosen the model, or where a
+its weights are not stored, and they stay all the same where somebody made the model the latest or chose it, or where a
 state has them that somebody names.
 
 Giving up is names; deleting is `free`, which looks at every name that there is, as garbage collection does, and deletes
