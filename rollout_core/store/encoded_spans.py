@@ -112,10 +112,10 @@ def num_nulls(fields: Mapping[str, Any]) -> int:
     return count
 
 
-def span_json(span: Sequence[Any]) -> bytes:
-    """The JSON of an ``EncodedSpan``, or of a plain tuple like it."""
-    *columns, body = span
-    head = orjson.dumps(dict(zip(COLUMNS, columns, strict=True)))
+def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
+    """The JSON of a span of this rollout and what else an ``EncodedSpan`` has."""
+    *others, body = columns
+    head = orjson.dumps(dict(zip(COLUMNS, (rollout_id, *others), strict=True)))
     return b"%b,%b" % (head[:-1], body.encode()[1:])
 
 

@@ -26,9 +26,9 @@ _NUM_FIELDS: dict[type[BaseModel], int] = {
 """The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
 
 
-def span_model(span: Sequence[Any]) -> Span:
-    """The model of an ``EncodedSpan``, or of a plain tuple like it. What was stored is not checked again."""
-    rollout_id, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = span
+def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
+    """The model of a span of this rollout and what else an ``EncodedSpan`` has, which is not checked again."""
+    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
     made = _new(_UnreadSpan)
     SET_FIELDS(
         made,

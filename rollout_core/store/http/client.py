@@ -301,7 +301,8 @@ class LightningStoreClient(LightningStore):
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
         spans, updates = encode_ends(ends)
         # The server numbers those without a number; JSON's null would not pass for one.
-        sent = b",".join(span_json(span._replace(sequence_id=span.sequence_id or 0)) for span in spans)
+        numbered = [span._replace(sequence_id=span.sequence_id or 0) for span in spans]
+        sent = b",".join(span_json(span[0], span[1:]) for span in numbered)
         changes = _json([_given(**update.__dict__) for update in updates], "updates")
         body = b'{"spans":[%b],"updates":%b}' % (sent, changes)
         reply = await self._transport.post(wire.PREFIX + "/rollouts/attempts/end", body, Repeat.HARMLESS)

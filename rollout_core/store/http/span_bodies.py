@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, reduce
+from itertools import starmap
 from operator import attrgetter, or_
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -127,7 +128,7 @@ def read_encoded(data: bytes) -> list[EncodedSpan] | None:
         return None  # no store keeps it in a column; which it is in is looked up there
     try:
         spans = _decode(data).spans
-        return with_bodies(map(_columns_of, spans), [_Body(*_body_of(span)) for span in spans])
+        return with_bodies(map(_columns_of, spans), list(starmap(_Body, map(_body_of, spans))))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

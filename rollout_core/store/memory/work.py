@@ -211,10 +211,10 @@ class CollectionWork(Work[Rollout]):
         for span in unnumbered:  # before a number is taken; raises if there is no such attempt
             self.rollouts[span.rollout_id].attempt(span.attempt_id)
         numbers = iter(await number_spans(self.collections, [span.rollout_id for span in unnumbered]))
-        return [
-            span_model(span if span.sequence_id is not None else span._replace(sequence_id=next(numbers)))
-            for span in encoded
+        numbered = [
+            span if span.sequence_id is not None else span._replace(sequence_id=next(numbers)) for span in encoded
         ]
+        return [span_model(span[0], span[1:]) for span in numbered]
 
     async def store_spans(self, spans: Sequence[Span]) -> list[bool]:
         """Have spans saved, given as they are to be kept; for each, whether it is new."""

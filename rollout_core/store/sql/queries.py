@@ -287,8 +287,10 @@ def find_latest_attempt(tx: Transaction, rollout_id: str) -> Attempt | None:
     return None if row is None else attempt_model(rollout_id, row)
 
 
-def find_spans(tx: Transaction, query: SpansQuery, model: Callable[[Sequence[Any]], Model]) -> PaginatedResult[Model]:
-    """See ``LightningStore.query_spans``. ``model`` makes an item of a tuple like an ``EncodedSpan``."""
+def find_spans(
+    tx: Transaction, query: SpansQuery, model: Callable[[str, Sequence[Any]], Model]
+) -> PaginatedResult[Model]:
+    """See ``LightningStore.query_spans``. ``model`` makes an item of the rollout's id and a row."""
     rollout_id, attempt_id = query.rollout_id, query.attempt_id
     filter = Filter(tx, query.filter_logic)
     filter.always("s.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
@@ -309,12 +311,12 @@ def find_spans(tx: Transaction, query: SpansQuery, model: Callable[[Sequence[Any
         " FROM spans s",
         filter,
         order_by(SPAN_SORT, query, *ties),
-        lambda row: model((rollout_id, *row)),
+        lambda row: model(rollout_id, row),
     )
 
 
 def find_many_spans(
-    tx: Transaction, rollout_ids: Sequence[str], name: str | None, *, model: Callable[[Sequence[Any]], Model]
+    tx: Transaction, rollout_ids: Sequence[str], name: str | None, *, model: Callable[[str, Sequence[Any]], Model]
 ) -> list[Model]:
     """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then in order."""
     filter = Filter(tx).within("r.rollout_id", rollout_ids).equals("s.name", name)
@@ -322,7 +324,7 @@ def find_many_spans(
     found = tx.rows(f"{SPANS_OF_LATEST_ATTEMPT}{filter.where}{order}", *filter.parameters)
     place = {rollout_id: index for index, rollout_id in enumerate(dict.fromkeys(rollout_ids))}
     found.sort(key=lambda row: place[row[0]])
-    return [model(row) for row in found]
+    return [model(row[0], row[1:]) for row in found]
 
 
 def find_resources(tx: Transaction, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:

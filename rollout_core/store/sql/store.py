@@ -291,8 +291,10 @@ class SqlLightningStore(LightningStore):
         tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
         return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
 
-    async def _span_page(self, query: SpansQuery, model: Callable[[Sequence[Any]], Result]) -> PaginatedResult[Result]:
-        """A page of spans, each made by ``model`` of a tuple like an ``EncodedSpan``."""
+    async def _span_page(
+        self, query: SpansQuery, model: Callable[[str, Sequence[Any]], Result]
+    ) -> PaginatedResult[Result]:
+        """A page of spans, each made by ``model`` of the rollout's id and a row."""
         return await self._watched_read(lambda tx: queries.find_spans(tx, query, model))
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
