@@ -200,7 +200,7 @@ def _direct(kind: str, *, cached: bool = False) -> Callable[..., tuple[_InOrder,
         import torch
 
         from rollout_core.algorithms.policy import Policy
-        from rollout_core.algorithms.preference import DPO, PairBatch, pair_documents
+        from rollout_core.algorithms.preference import DPO, IPO, PairBatch, pair_documents
         from rollout_core.config import DPOSettings, IPOSettings
         from rollout_core.data.packing import pack_branches
 
@@ -209,7 +209,8 @@ def _direct(kind: str, *, cached: bool = False) -> Callable[..., tuple[_InOrder,
         pairs = _pairs(rows)
         documents = pair_documents(pairs)
         logps = _reference_logps(model, documents, batch) if cached else torch.zeros(2 * len(pairs))
-        inner = DPO(Policy(model), pairs, logps, config, seed=0, device=torch.device("cpu"))
+        algorithm = DPO if kind == "dpo" else IPO
+        inner = algorithm(Policy(model), pairs, logps, config, seed=0, device=torch.device("cpu"))
 
         def make(positions: list[int]) -> Any:
             tokens = pack_branches([documents[position] for position in positions])

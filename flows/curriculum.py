@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, GRPOSettings, OnPolicySettings, PromptCurriculum
+from rollout_core.config import BackendConfig, OnPolicySettings, PromptCurriculum
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.curriculum import num_open
 from rollout_core.plans.plan import context_limit
@@ -34,8 +34,7 @@ class ScheduleByDifficulty:
     def __call__(self, number: int) -> OpenPrompts:
         """Up to iteration ``number``, from 0."""
         settings, total = self.settings, self.ordered.num_prompts
-        dynamic = settings.dynamic_sampling if isinstance(settings, GRPOSettings) else None
-        rounds = 1 if dynamic is None else dynamic.max_rounds
+        rounds = 1 if settings.redrawing is None else settings.redrawing.max_rounds
         opened = [num_open(each, settings.iterations, total, self.curriculum) for each in range(number + 1)]
         places = settings.prompts_per_iteration * rounds
         return OpenPrompts(order=self.ordered.order, places=places, num_open=tuple(opened))

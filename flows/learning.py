@@ -17,12 +17,10 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
-    Distillation,
     DynamicSampling,
-    GRPOSettings,
-    PPOSettings,
+    LearnerSettings,
+    OnPolicySettings,
     RewardHackingGuard,
-    SFTSettings,
 )
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.config.runs import TrainingRun
@@ -43,7 +41,7 @@ from tasks.imports import (
     import_sft,
     import_unpaired,
 )
-from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
+from tasks.learn import UPDATES, check_guards
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import dry_run_remark, is_placeholder
 from tasks.runtime.generation import load_ahead
@@ -78,7 +76,7 @@ class _Sampler:
     """Draws and scores completions of prompts, in stages."""
 
     prompts: ContentId
-    settings: PPOSettings | GRPOSettings
+    settings: OnPolicySettings
     backend: BackendConfig
     reward: RewardSpec
     reward_source: ContentId
@@ -91,8 +89,8 @@ class _Sampler:
     def experience(self, number: int, model: ContentId) -> _Experience:
         """That of iteration ``number`` (from 0), drawn by ``model``."""
         label, per_iteration = _label(number), self.settings.prompts_per_iteration
-        if isinstance(self.settings, GRPOSettings) and self.settings.dynamic_sampling is not None:
-            return self._differing_groups(model, number, self.settings.dynamic_sampling, label)
+        if self.settings.redrawing is not None:
+            return self._differing_groups(model, number, self.settings.redrawing, label)
         scores, samples = self._draw(model, number, number * per_iteration, self.num_fresh(number), label)
         return _Experience(scores, samples, scores.mean, model)
 
@@ -152,15 +150,14 @@ class _Sampler:
             return batch_inference(prompts, sampling, self.backend, **options)
 
         completions = self.carrying.complete(number, prompt_set, draw, label)
-        each = isinstance(settings, GRPOSettings) and settings.reward_normalization == "each"
-        by_part = True if each else None
+        by_part = True if settings.scores_parts else None
         scores = score_rewards(completions, self.reward, self.reward_source, by_part=by_part, label=label)
         return scores, completions.samples
 
 
-def _teacher_of(distillation: Distillation | None) -> dict[str, Any]:
+def _teacher_of(settings: LearnerSettings) -> dict[str, Any]:
     """The argument of an update that names its teacher, where it has one."""
-    return {} if distillation is None else {"teacher": import_model(distillation.teacher).model}
+    return {} if settings.teacher is None else {"teacher": import_model(settings.teacher).model}
 
 
 class _HackingWatch:
@@ -198,7 +195,7 @@ class _HackingWatch:
         self._found.append(PolicyRewards(number + 1, model, drawn.mean_reward, report.mean_reward))
         evidence = reward_hacking(self._found, max_fall=guard.max_fall, evaluations=guard.evaluations)
         if evidence is not None:
-            is_stored = self._sampler.settings.store_models == "each" and current_keeping() is None
+            is_stored = self._sampler.settings.stores_all_models and current_keeping() is None
             raise Fatal(
                 f"guards.reward_hacking: {evidence}. This iteration trained nothing, and checkpoints before it stay. "
                 "Mend what the reward pays for, hold the policy closer to its start, or end with the best model"
@@ -214,7 +211,7 @@ def policy_iterations(
     start: ContentId,
     reference: ContentId,
     prompts: ContentId,
-    settings: PPOSettings | GRPOSettings,
+    settings: OnPolicySettings,
     backend: BackendConfig,
     reward: RewardSpec,
     reward_source: ContentId,
@@ -238,7 +235,7 @@ def policy_iterations(
     replaying = Replaying(settings, objects(), seed=seed, train_state=train_state, num_done=num_done)
     carrying = Carrying(settings, carried)
     sampler = _Sampler(prompts, settings, backend, reward, reward_source, seed, opening, replaying.num_fresh, carrying)
-    taught = _teacher_of(settings.distillation) if isinstance(settings, GRPOSettings) else {}
+    taught = _teacher_of(settings)
     iterations = []
     numbers = range(num_done, settings.iterations)
     watch = _HackingWatch(settings.guards.reward_hacking, sampler)
@@ -256,14 +253,14 @@ def policy_iterations(
             scores, samples, again = replaying.mixed(number, drawn.scores, drawn.samples, drawn.model, label=label)
             inputs = model, train_state, reference, scores, samples
             options = {"seed": seed + number, "num_threads": num_threads, "label": label, **again}
-            update = grpo_update if isinstance(settings, GRPOSettings) else ppo_update
+            update = UPDATES[settings.family]
             states.best = watch.best
             checkpoint = states.update(number, update, *inputs, settings, **options, **taught)
             check_guards(settings, checkpoint, label)
             if not settings.async_depth and states.holds(checkpoint):  # after a cached one, samples may be cached, too
                 load_ahead(checkpoint.model)
             ahead.learned(number, checkpoint.model)
-            kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
+            kind = settings.family
             if settings.stores_state(number):
                 label_state(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
             log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
@@ -273,14 +270,14 @@ def policy_iterations(
     return iterations
 
 
-_FROM_ROWS: dict[str, tuple[Callable[[DatasetSource], Dataset], Callable[..., Checkpoint]]] = {
-    "sft": (import_sft, sft_update),
-    "rm": (import_pairs, rm_update),
-    "dpo": (import_pairs, dpo_update),
-    "ipo": (import_pairs, dpo_update),
-    "kto": (import_unpaired, kto_update),
+_IMPORTS: dict[str, Callable[[DatasetSource], Dataset]] = {
+    "sft": import_sft,
+    "rm": import_pairs,
+    "dpo": import_pairs,
+    "ipo": import_pairs,
+    "kto": import_unpaired,
 }
-"""What files the rows of an algorithm, and its stage."""
+"""What files the rows of an algorithm, by the family of its settings."""
 
 
 def learn_from_rows(
@@ -297,8 +294,8 @@ def learn_from_rows(
 
     ``models``: the one to train, and the reference where there is one. The labels are for people.
     """
-    import_rows, update = _FROM_ROWS[kind]
-    checkpoint = update(
+    import_rows = _IMPORTS[settings.family]
+    checkpoint = UPDATES[settings.family](
         *models,
         rows or import_rows(settings.dataset).data,
         settings,
@@ -307,7 +304,7 @@ def learn_from_rows(
         held_out=import_held_out(settings.evaluation, import_rows),
         start_from=start_from,
         label=label,
-        **(_teacher_of(settings.distillation) if isinstance(settings, SFTSettings) else {}),
+        **_teacher_of(settings),
     )
     file_state(checkpoint, f"{config.run.name}/{kind}", label=snapshot_label)
     return checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.config import GRPOSettings, OnPolicySettings
+from rollout_core.config import OnPolicySettings
 from rollout_core.data.replay import num_fresh
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Replaying:
-    """What ``settings.replay`` adds to each iteration; nothing where there is no such table.
+    """What ``settings.replaying`` adds to each iteration; nothing where there is no such table.
 
     A run that resumes after ``num_done`` iterations takes up the buffer with which the last of them, that left
     ``train_state``, was trained.
@@ -37,33 +37,32 @@ class Replaying:
     ) -> None:
         self._settings = settings
         self._seed = seed
-        self._algorithm = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
         self._first, self._buffer = num_done, None
-        if settings.replay is not None and train_state is not None:
+        if settings.replaying is not None and train_state is not None:
             self._buffer = buffer_behind(objects, train_state)
             self._first = num_done if self._buffer is None else 0
 
     def num_fresh(self, number: int) -> int:
         """Prompts of iteration ``number`` (from 0) whose completions are drawn anew."""
-        return num_fresh(number, self._settings.prompts_per_iteration, self._settings.replay, first=self._first)
+        return num_fresh(number, self._settings.prompts_per_iteration, self._settings.replaying, first=self._first)
 
     def mixed(
         self, number: int, scores: Scores, samples: ContentId, model: ContentId, *, label: str
     ) -> tuple[Scores, ContentId, dict[str, Any]]:
         """Scores, samples and further inputs of the update of iteration ``number``, which ``model`` drew."""
         settings = self._settings
-        if settings.replay is None:
+        if settings.replaying is None:
             return scores, samples, {}
         found = replay_groups(
             scores,
             samples,
             model,
-            settings.replay,
+            settings.replaying,
             buffer=self._buffer,
             number=number,
             group_size=settings.samples_per_prompt,
             seed=self._seed,
-            algorithm=self._algorithm,
+            algorithm=settings.family,
             label=label,
         )
         self._buffer = found.buffer

@@ -92,7 +92,7 @@ def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
 @pipeline(partial(plan_training, keep=True))
 @keeping
 def _train_from_rows(config: TrainConfig[Any], journal: Journal) -> dict[str, Any]:
-    settings, kind = config.algorithm, config.algorithm.kind
+    settings, kind = config.algorithm, config.algorithm.family
     models = [import_model(settings.base_model).model]
     if isinstance(settings, ReferencedAlgorithm):
         models.append(import_model(settings.reference or settings.base_model).model)
@@ -122,7 +122,7 @@ class _Start:
 
 def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig, prompts: ContentId) -> _Start:
     settings = config.algorithm
-    train_state = start_snapshot(config.run, settings.kind, steps_per_iteration=settings.known_steps_per_iteration)
+    train_state = start_snapshot(config.run, settings.family, steps_per_iteration=settings.known_steps_per_iteration)
     if train_state is None:
         return _Start()
     snapshots = SnapshotStore(objects())
@@ -163,6 +163,6 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal)
     )
     end_of_stages()
     last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
-    curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
+    curve = Curve("mean training reward", rewards, f"{settings.family.upper()} iteration")
     journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))
     return {**last.model_dump(mode="json"), "rewards": rewards}

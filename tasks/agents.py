@@ -31,7 +31,7 @@ from rollout_core.objects.retention.unstored import local_model
 from rollout_core.plans.plan import context_limit
 from rollout_core.store import NamedResources
 from rollout_core.store.types import RolloutMode
-from tasks.learn import check_guards, grpo_update, ppo_update
+from tasks.learn import UPDATES, check_guards
 from tasks.runtime import artifacts, connections
 from tasks.runtime.journal import log_iteration, stage_logger
 from tasks.runtime.stage import current_stage, refresh_name, stage
@@ -225,10 +225,7 @@ def learn_from(
     """An update by what agents did; ``of`` ends its line in the log. Raises Fatal for one past a guard's bound."""
     inputs = model, train_state, reference, experience.as_scores(), experience.samples
     options = {"seed": seed, "num_threads": num_threads, "label": label}
-    if isinstance(settings, AgentGRPO):
-        checkpoint = grpo_update(*inputs, settings, **options)
-    else:
-        checkpoint = ppo_update(*inputs, settings, **options)
+    checkpoint = UPDATES[settings.family](*inputs, settings, **options)
     check_guards(settings, checkpoint, label)
     log_iteration(f"{settings.kind.upper()} {label}{of}", checkpoint.summary)
     return checkpoint

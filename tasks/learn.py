@@ -17,20 +17,21 @@ from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import (
-    DPOSettings,
-    GRPOSettings,
+    AnyGroupSettings,
+    AnyPairSettings,
     IPOSettings,
     KTOSettings,
     LearnerSettings,
+    OnPolicySettings,
     PPOSettings,
     RewardModelSettings,
     SFTSettings,
     identity,
 )
+from rollout_core.config.learning import UpdateName
 from rollout_core.data.tokenized import DataReport
 from rollout_core.inference.engines import sleep_engine
 from rollout_core.launch import run_update
-from rollout_core.launch.launcher import UpdateName
 from rollout_core.models.chat_templates import written_in_words
 from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import progress_ref
@@ -38,7 +39,7 @@ from tasks.runtime import artifacts, connections, events
 from tasks.runtime.dry_run import current_dry_run, dry_run_remark
 from tasks.runtime.iterations import current_states
 from tasks.runtime.journal import StepLog, stage_logger, step_figures
-from tasks.runtime.stage import StageRun, current_stage, stage
+from tasks.runtime.stage import Stage, StageRun, current_stage, stage
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class UpdateJob:
     @property
     def kind(self) -> str:
         """The algorithm by its usual name."""
-        return getattr(self.settings, "kind", self.update)
+        return self.settings.family
 
     @property
     def made_from(self) -> dict[str, ContentId | None]:
@@ -108,7 +109,7 @@ def dpo_update(
     model: ContentId,
     reference: ContentId,
     dataset: ContentId,
-    settings: DPOSettings | IPOSettings,
+    settings: AnyPairSettings | IPOSettings,
     *,
     seed: int,
     num_threads: int | None = None,
@@ -190,7 +191,7 @@ def grpo_update(
     reference: ContentId,
     scores: Scores,
     samples: ContentId,
-    settings: GRPOSettings,
+    settings: AnyGroupSettings,
     *,
     seed: int,
     num_threads: int | None = None,
@@ -204,7 +205,19 @@ def grpo_update(
     return _learn_on_policy(UpdateJob("grpo", settings, inputs, seed, num_threads, label))
 
 
-def check_guards(settings: PPOSettings | GRPOSettings, checkpoint: Checkpoint, label: str) -> None:
+UPDATES: Mapping[str, Stage[..., Checkpoint]] = {
+    "sft": sft_update,
+    "rm": rm_update,
+    "dpo": dpo_update,
+    "ipo": dpo_update,
+    "kto": kto_update,
+    "ppo": ppo_update,
+    "grpo": grpo_update,
+}
+"""The stages that train, by the ``family`` of their settings."""
+
+
+def check_guards(settings: OnPolicySettings, checkpoint: Checkpoint, label: str) -> None:
     """Raises Fatal where an update that was cached is past a bound that it was not made under; a plan says so."""
     try:
         settings.guards.check_done(checkpoint.summary, label.capitalize())

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.adapters.samples import adapt_rollouts
@@ -35,10 +35,9 @@ from rollout_core.base.settings import locations
 from rollout_core.base.stopping import in_thread, is_stopping
 from rollout_core.config import (
     EngineConfig,
-    GRPOSettings,
     JsonlDataset,
     ModelSource,
-    PPOSettings,
+    OnPolicySettings,
     SamplingParams,
     VLLMBackend,
     identity,
@@ -134,7 +133,7 @@ class PolicyLearner:
 
     def __init__(
         self,
-        settings: GRPOSettings | PPOSettings,
+        settings: OnPolicySettings,
         model: ContentId | ModelSource,
         objects: ObjectStore,
         *,
@@ -197,11 +196,7 @@ class PolicyLearner:
 
     def _key(self, experience: Experience) -> ContentId:
         made_from = [self.model, self.train_state, self.reference, experience.model_dump(mode="json")]
-        return content_id("agent-update/3", [self._kind, *made_from, identity(self.settings), self._seed])
-
-    @property
-    def _kind(self) -> Literal["grpo", "ppo"]:
-        return "grpo" if isinstance(self.settings, GRPOSettings) else "ppo"
+        return content_id("agent-update/3", [self.settings.update, *made_from, identity(self.settings), self._seed])
 
     def _finished(self, ref: str) -> Checkpoint | None:
         """The outcome of an update, if all of it is still there."""
@@ -240,7 +235,7 @@ class PolicyLearner:
         )
         inputs = {"model": self.model, "train_state": self.train_state, "reference": self.reference}
         return run_update(
-            self._kind,
+            self.settings.update,
             context,
             settings=self.settings,
             scores=experience.as_scores(),

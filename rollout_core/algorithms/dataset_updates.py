@@ -24,7 +24,16 @@ from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.masters import lay_out
 from rollout_core.algorithms.parallel import divided, is_sharded, load_to_train, shard
 from rollout_core.algorithms.policy import Policy, Teacher
-from rollout_core.algorithms.preference import DPO, KTO, pair_documents, reference_logprobs, unpaired_documents
+from rollout_core.algorithms.preference import (
+    DPO,
+    IPO,
+    KTO,
+    ORPO,
+    SimPO,
+    pair_documents,
+    reference_logprobs,
+    unpaired_documents,
+)
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.supervised import (
     SFT,
@@ -39,9 +48,9 @@ from rollout_core.base.determinism import PORTABLE, is_portable_here, seed_every
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
+    AnyPairSettings,
     DatasetSettings,
-    DPOSettings,
-    GRPOSettings,
+    GKDSettings,
     IPOSettings,
     KTOSettings,
     PreferenceSettings,
@@ -147,21 +156,22 @@ def preference_update(
     model: ContentId,
     reference: ContentId,
     dataset: ContentId,
-    settings: DPOSettings | IPOSettings | KTOSettings,
+    settings: AnyPairSettings | IPOSettings | KTOSettings,
     context: UpdateContext,
     *,
     held_out: ContentId | None = None,
     on_data: Callable[[PreferenceReport], None] = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
-    """DPO, IPO or KTO of ``model`` against ``reference``, on the pairs or labelled answers of ``dataset``.
+    """DPO or one of its family, IPO or KTO of ``model`` against ``reference``, on the pairs or labelled answers of
+    ``dataset``.
 
     ``held_out`` and ``on_data`` as in `sft_update`. Raises ConfigError when rows, tokenizer, model and reference do not
     fit.
     """
-    kind: Any = KTO if isinstance(settings, KTOSettings) else DPO
-    documents_of: Callable[[Sequence[Any]], Sequence[Document]]
+    algorithm_of = _ALGORITHMS[settings.kind]
     form: RowForm[Any, PreferenceReport]
-    if isinstance(settings, KTOSettings):
+    documents_of: Callable[[Sequence[Any]], Sequence[Document]]
+    if settings.family == "kto":
         form, documents_of = unpaired_form(settings), unpaired_documents
     else:
         form, documents_of = pair_form(settings, need_prompts=True), pair_documents
@@ -174,7 +184,7 @@ def preference_update(
     settings = divided(settings)
 
     def algorithm(rows: Sequence[Any], logps: Tensor) -> DatasetAlgorithm[Any]:
-        return kind(policy, rows, logps, settings, seed=context.seed, device=accelerator.device)
+        return algorithm_of(policy, rows, logps, settings, seed=context.seed, device=accelerator.device)
 
     held_out_algorithm = algorithm(others, ref_others) if others else None
     evaluation = evaluation_of(held_out_algorithm, held_out, settings, accelerator)
@@ -182,10 +192,20 @@ def preference_update(
     return _train(trainer, evaluation, policy.model, settings, accelerator, model, context), report
 
 
+_ALGORITHMS: dict[str, Callable[..., DatasetAlgorithm[Any]]] = {
+    "dpo": DPO,
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "ipo": IPO,
+    "kto": KTO,
+}
+"""Of preferences, by the ``kind`` of their settings."""
+
+
 def load_teacher(
     student: Path,
     teacher: ContentId | None,
-    settings: SFTSettings | GRPOSettings,
+    settings: SFTSettings | GKDSettings,
     context: UpdateContext,
     device: torch.device,
     longest: int,

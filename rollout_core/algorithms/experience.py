@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import Groups, deviation
+from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.parallel import all_reduce_sum, data_ranks, split_across_ranks, token_microbatches
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
+from rollout_core.config.on_policy import RewardedSettings
 from rollout_core.data.advantages import encode_advantages
 from rollout_core.data.examples import epoch_order
 from rollout_core.data.packing import pack_completions
@@ -123,7 +125,7 @@ def soft_overlong(length: int, max_length: int, cache: int) -> float:
     return min(0.0, max(-1.0, (max_length - cache - length) / cache))
 
 
-def punish_overlong(trajectories: Sequence[Trajectory], settings: OnPolicySettings) -> list[Trajectory]:
+def punish_overlong(trajectories: Sequence[Trajectory], settings: RewardedSettings) -> list[Trajectory]:
     """The same, with what ``settings.overlong`` takes off the score of those that come near the length limit."""
     overlong = settings.overlong
     if overlong is None:
@@ -417,7 +419,7 @@ def trained_tokens(batch: PolicyBatch, settings: OnPolicySettings) -> Tensor:
 
 
 class OnPolicyUpdate(Generic[SettingsT]):
-    """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
+    """The part that algorithms on policy share of `Algorithm`: ``epochs`` passes over one iteration's trajectories.
 
     The shuffling never tears groups apart.
     """
@@ -443,6 +445,12 @@ class OnPolicyUpdate(Generic[SettingsT]):
         self._steps_per_epoch = settings.steps_per_epoch(len(batch.mask))
         self.num_steps = first_step + settings.epochs * self._steps_per_epoch
 
+    name: str
+
+    def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
+        """As of `Algorithm`."""
+        raise NotImplementedError
+
     def minibatches(self, step: int) -> list[PolicyBatch]:
         epoch, offset = divmod(step - self._first_step, self._steps_per_epoch)
         steps = pass_steps(self._batch, self._groups, self._settings, seed=self._seed, epoch=self._first_step + epoch)
@@ -451,6 +459,10 @@ class OnPolicyUpdate(Generic[SettingsT]):
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""
         return trained_tokens(batch, self._settings)
+
+    def end_first_step(self) -> dict[str, float]:
+        """Figures that are known once the first optimizer step is done; may be called again. Collective."""
+        return {}
 
     def kept_advantages(self) -> bytes | None:
         """`encode_advantages` of all trajectories, as the loss has them: whitened, with importance weights and what

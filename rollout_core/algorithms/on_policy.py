@@ -44,9 +44,9 @@ from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import dpo_loss, mean_of
 from rollout_core.algorithms.parallel import world_size
 from rollout_core.algorithms.policy import Policy, Teacher
-from rollout_core.algorithms.policy_losses import SurrogateName, grpo_loss, ppo_policy_loss, ppo_value_loss
+from rollout_core.algorithms.policy_losses import grpo_loss, ppo_policy_loss, ppo_value_loss
 from rollout_core.base.errors import Fatal
-from rollout_core.config import AdaptiveKL, GRPOSettings, PPOSettings
+from rollout_core.config import AdaptiveKL, GKDSettings, GRPOSettings, OnlineDPOSettings, PPOSettings
 from rollout_core.data.packing import pack_completions
 
 
@@ -175,14 +175,14 @@ class PPO(OnPolicyUpdate[PPOSettings]):
         )
 
 
-class GKD(OnPolicyUpdate[GRPOSettings]):
+class GKD(OnPolicyUpdate[GKDSettings]):
     """`Algorithm` of one update by on-policy distillation: the divergence from a teacher at the tokens that the student
     wrote, a mean over those of a step (arXiv:2306.13649, algorithm 1 with lambda = 1)."""
 
     name = "grpo"
 
     def __init__(
-        self, policy: Policy, teacher: Teacher, batch: PolicyBatch, settings: GRPOSettings, **options: Any
+        self, policy: Policy, teacher: Teacher, batch: PolicyBatch, settings: GKDSettings, **options: Any
     ) -> None:
         # Rewards are looked at only: one that abstains keeps nothing from being learned.
         batch = replace(batch, scored=torch.ones_like(batch.scored))
@@ -377,7 +377,7 @@ def _learned(
     return learned
 
 
-def _spread(scores: Tensor, counted: Tensor, settings: GRPOSettings) -> dict[str, float]:
+def _spread(scores: Tensor, counted: Tensor, settings: GRPOSettings | OnlineDPOSettings) -> dict[str, float]:
     """How far the scores of a group are apart, and the share of groups that teach nothing: all their scores are equal,
     or fewer than two are counted."""
     size = settings.samples_per_prompt
@@ -391,7 +391,7 @@ def _spread(scores: Tensor, counted: Tensor, settings: GRPOSettings) -> dict[str
 
 
 def best_and_worst(
-    reference: nn.Module, batch: PolicyBatch, settings: GRPOSettings, *, device: torch.device, **options: Any
+    reference: nn.Module, batch: PolicyBatch, settings: OnlineDPOSettings, *, device: torch.device, **options: Any
 ) -> tuple[PolicyBatch, dict[str, float]]:
     """Of each group the completion of the highest score and that of the lowest, as neighbours, with the column
     ``ref_logprobs``; and the figures of the whole batch. Of equal scores the first counts, of completions without a
@@ -412,7 +412,7 @@ def best_and_worst(
     return pairs.with_columns(ref_logprobs=ref_logprobs), figures
 
 
-class OnlineDPO(OnPolicyUpdate[GRPOSettings]):
+class OnlineDPO(OnPolicyUpdate[OnlineDPOSettings]):
     """`Algorithm` of one update by online DPO (arXiv:2402.04792): DPO on the best and the worst completion of each
     prompt, over a batch that `best_and_worst` has made. The loss of a step is the mean over its pairs.
 
@@ -422,7 +422,7 @@ class OnlineDPO(OnPolicyUpdate[GRPOSettings]):
 
     name = "grpo"
 
-    def __init__(self, policy: Any, batch: PolicyBatch, settings: GRPOSettings, **options: Any) -> None:
+    def __init__(self, policy: Any, batch: PolicyBatch, settings: OnlineDPOSettings, **options: Any) -> None:
         self._beta = settings.beta
         # A minibatch of so many pairs has twice as many rows.
         settings = settings.model_copy(update={"minibatch_size": 2 * settings.minibatch_size})
@@ -460,11 +460,6 @@ class OnlineDPO(OnPolicyUpdate[GRPOSettings]):
         means: dict[str, Any] = {name: (mean_of(values), pairs) for name, values in figures.items()}
         means["entropy"] = drawn_entropy(output.logprobs, mask), batch.num_actions
         return MinibatchLoss(pairs / max(1, total) * loss, means)
-
-
-def _surrogate_name(settings: GRPOSettings) -> SurrogateName:
-    assert settings.loss not in ("gkd", "online_dpo"), "algorithms of their own"
-    return settings.loss
 
 
 class GRPO(OnPolicyUpdate[GRPOSettings]):
@@ -507,8 +502,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
         return [replace(batch, learned=None) for batch in batches]
 
     def end_first_step(self) -> dict[str, float]:
-        """Correct the whole batch by what the first step found, if it was to, and give `correction_figures`. To be
-        called when it is done, once or more. Collective."""
+        """Correct the whole batch by what the first step found, if it was to, and give `correction_figures`."""
         if self._correcting is not None:
             self._batch, self._figures = self._correcting.end()
             self._correcting = None
@@ -537,7 +531,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
             beta=settings.kl_coef if settings.kl_in == "loss" else 0.0,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
-            loss=_surrogate_name(settings),
+            loss=settings.loss,
             loss_type=settings.loss_type,
             entropy=output.entropy if settings.entropy_coef else None,
             entropy_coef=settings.entropy_coef,

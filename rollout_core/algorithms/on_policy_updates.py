@@ -1,4 +1,5 @@
-"""PPO and GRPO updates from content ids to content ids: fetch, restore, train, snapshot, file the checkpoint.
+"""Updates on a policy's own completions, by PPO and the family of GRPO, from content ids to content ids: fetch,
+restore, train, snapshot, file the checkpoint.
 
 An interrupted update continues from its own last snapshot, which is found under the update's key; everything else it
 needs is a pure function of its inputs, so the outcome is the same bytes as without the interruption.
@@ -9,18 +10,25 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import load_teacher
-from rollout_core.algorithms.experience import OnPolicyUpdate, Trajectory, build_batch, punish_overlong
+from rollout_core.algorithms.experience import (
+    OnPolicyUpdate,
+    PolicyBatch,
+    Trajectory,
+    build_batch,
+    punish_overlong,
+)
 from rollout_core.algorithms.layers import layer_rates
 from rollout_core.algorithms.loop import NORMS_BEFORE, build_accelerator, build_optimizer, norms_before
 from rollout_core.algorithms.masters import lay_out
@@ -52,7 +60,7 @@ from rollout_core.algorithms.training import train_to_end
 from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
-from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
+from rollout_core.config import AnyGroupSettings, GroupSettings, GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora
 from rollout_core.models.facts import known_ids, vocab_size
@@ -81,33 +89,7 @@ def ppo_update(
     ``train_state`` is the previous iteration's (optimizer, values, KL coefficient); None for the first iteration.
     ``replayed`` says what completions count, where some are replayed.
     """
-    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores, replayed), settings)
-    known = _known_ids(context.model(model), trajectories)
-    seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision, settings.parallel)
-    device, settings = accelerator.device, divided(settings)
-    learner = _learner(model, train_state, reference, known, settings, context, device)
-    policy, state = learner.policy, learner.state
-    controller = KLController(settings.kl, state.extras.get("kl_coef"))
-    options = {"first_step": state.step, "seed": context.seed, "device": device}
-    with accelerator.autocast():  # as the loss will be computed
-        batch, figures, mean_kl = assign_credit(
-            policy,
-            _reference_policy(policy, reference, settings, context, device),
-            build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
-            settings,
-            kl_coef=controller.coef,
-            **options,
-        )
-    controller.update(mean_kl, len(trajectories))
-    state.extras["kl_coef"] = controller.coef
-    algorithm = PPO(policy, batch, settings, **options)
-    figures |= {**_left_out(scores), **replay_figures(context.objects, replayed)}
-    check_guards(figures, settings, scores)
-    options = {"total_steps": settings.total_steps, "figures": lambda: figures}
-    checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
-    learner.keep(checkpoint, context)
-    return _with_advantages(checkpoint, algorithm, context.objects)
+    return _update(model, train_state, reference, scores, samples, settings, context, None, replayed)
 
 
 def grpo_update(
@@ -116,61 +98,154 @@ def grpo_update(
     reference: ContentId,
     scores: Scores,
     samples: ContentId,
-    settings: GRPOSettings,
+    settings: AnyGroupSettings,
     context: UpdateContext,
     *,
     teacher: ContentId | None = None,
     replayed: ContentId | None = None,
 ) -> Checkpoint:
-    """One GRPO iteration on scored groups of completions of ``model``; ``reference`` counts only where kl_coef is set
-    or with online_dpo, ``teacher`` only with ``settings.distillation``. ``replayed`` says what completions count, where
-    some are replayed.
+    """One iteration on scored groups of completions of ``model``, by the algorithm of GRPO's family that ``settings``
+    are of; ``reference`` counts only where ``settings.loads_reference``, ``teacher`` only with
+    ``settings.distillation``. ``replayed`` says what completions count, where some are replayed.
 
     ``train_state`` is the previous iteration's optimizer; None for the first iteration. Raises ConfigError for scores
     that were gathered in groups of another size, or a teacher that does not fit.
     """
-    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores, replayed), settings)
-    groups = load_groups(context.objects, scores, settings)
+    return _update(model, train_state, reference, scores, samples, settings, context, teacher, replayed)
+
+
+def _update(
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    scores: Scores,
+    samples: ContentId,
+    settings: OnPolicySettings,
+    context: UpdateContext,
+    teacher: ContentId | None,
+    replayed: ContentId | None,
+) -> Checkpoint:
+    trajectories = load_trajectories(context.objects, samples, scores, replayed)
     known = _known_ids(context.model(model), trajectories)
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision, settings.parallel)
-    device = accelerator.device
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, data_ranks())
     settings = divided(settings)
-    learner = _learner(model, train_state, reference, known, settings, context, device)
-    policy, state = learner.policy, learner.state
-    batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
-    options: dict[str, Any] = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
-    if settings.loss == "gkd":
-        longest = max(len(item.prompt_token_ids) + len(item.token_ids) for item in trajectories)
-        loaded = load_teacher(context.model(model), teacher, settings, context, device, longest)
-        assert loaded is not None, "validated"
-        algorithm, figures = GKD(policy, loaded, batch, settings, **options), batch.figures()
-    elif settings.loss == "online_dpo":
-        del options["groups"]
-        held_to = _reference_policy(policy, reference, settings, context, device)
-        with accelerator.autocast():
-            pairs, figures = best_and_worst(held_to, batch, settings, **options)
-        algorithm = OnlineDPO(policy, pairs, settings, **options)
-    else:
-        parts_of_reward = load_parts(context.objects, scores) if settings.reward_normalization == "each" else None
-        held_to = _reference_policy(policy, reference, settings, context, device) if settings.kl_coef else None
-        in_step = _corrects_in_first_step(settings, context, device)
-        with accelerator.autocast():  # as the loss will be computed
-            batch, figures = compare_groups(
-                policy, held_to, batch, settings, parts=parts_of_reward, corrects=not in_step, **options
-            )
-            algorithm = GRPO(policy, batch, settings, parts=parts, corrects=in_step, **options)
+    learner = _learner(model, train_state, reference, known, settings, context, accelerator.device)
+    start = _Start(settings, learner, trajectories, model, reference, teacher, scores, context, accelerator, parts)
+    algorithm, figures = _ALGORITHMS[settings.variant](start)
     about = {**_left_out(scores), **replay_figures(context.objects, replayed)}
     check_guards(figures | about, settings, scores)
-
-    def all_figures() -> dict[str, float]:
-        return figures | (algorithm.end_first_step() if isinstance(algorithm, GRPO) else {}) | about
-
-    options = {"total_steps": settings.total_steps, "figures": all_figures}
-    checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    options = {
+        "total_steps": settings.total_steps,
+        "figures": lambda: {**figures, **algorithm.end_first_step(), **about},
+    }
+    checkpoint = train_to_end(algorithm, learner.state, settings, accelerator, context, context.model(model), **options)
     learner.keep(checkpoint, context)
     return _with_advantages(checkpoint, algorithm, context.objects)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What an iteration's algorithm begins with."""
+
+    settings: Any
+    """Of the algorithm, as one of several processes has them."""
+    learner: _Learner
+    trajectories: Sequence[Trajectory]
+    model: ContentId
+    reference: ContentId
+    teacher: ContentId | None
+    scores: Scores
+    context: UpdateContext
+    accelerator: Accelerator
+    parts: int
+    """As of `GRPO`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every algorithm takes."""
+        return {
+            "first_step": self.learner.state.step,
+            "seed": self.context.seed,
+            "device": self.accelerator.device,
+        }
+
+    @property
+    def batch(self) -> PolicyBatch:
+        """Of the trajectories as they are."""
+        return build_batch(self.trajectories)
+
+    @property
+    def rewarded(self) -> PolicyBatch:
+        """The same, with what the settings take off rewards."""
+        trajectories = punish_overlong(self.trajectories, self.settings)
+        return build_batch(trajectories, missing_eos_penalty=self.settings.missing_eos_penalty)
+
+    @property
+    def groups(self) -> Groups:
+        """Trajectories that are learned from together."""
+        return load_groups(self.context.objects, self.scores, self.settings)
+
+    def reference_policy(self) -> nn.Module:
+        """What the policy is held close to."""
+        device = self.accelerator.device
+        return _reference_policy(self.learner.policy, self.reference, self.settings, self.context, device)
+
+
+_Algorithm = tuple[OnPolicyUpdate[Any], dict[str, float]]
+"""What the loop trains by, and the figures of what it learns from."""
+
+
+def _ppo(start: _Start) -> _Algorithm:
+    settings, state, policy = start.settings, start.learner.state, start.learner.policy
+    controller = KLController(settings.kl, state.extras.get("kl_coef"))
+    held_to = start.reference_policy()
+    with start.accelerator.autocast():  # as the loss will be computed
+        coef = controller.coef
+        batch, figures, kl = assign_credit(policy, held_to, start.rewarded, settings, kl_coef=coef, **start.options)
+    controller.update(kl, len(start.trajectories))
+    state.extras["kl_coef"] = controller.coef
+    return PPO(policy, batch, settings, **start.options), figures
+
+
+def _grpo(start: _Start) -> _Algorithm:
+    settings, context, policy = start.settings, start.context, start.learner.policy
+    parts_of_reward = load_parts(context.objects, start.scores) if settings.scores_parts else None
+    options = {**start.options, "groups": start.groups}
+    held_to = start.reference_policy() if settings.loads_reference else None
+    in_step = _corrects_in_first_step(settings, context, start.accelerator.device)
+    with start.accelerator.autocast():  # as the loss will be computed
+        batch, figures = compare_groups(
+            policy, held_to, start.rewarded, settings, parts=parts_of_reward, corrects=not in_step, **options
+        )
+        return GRPO(policy, batch, settings, parts=start.parts, corrects=in_step, **options), figures
+
+
+def _gkd(start: _Start) -> _Algorithm:
+    settings, context, batch = start.settings, start.context, start.batch
+    longest = max(len(item.prompt_token_ids) + len(item.token_ids) for item in start.trajectories)
+    student, device = context.model(start.model), start.accelerator.device
+    teacher = load_teacher(student, start.teacher, settings, context, device, longest)
+    assert teacher is not None, "its settings have a teacher"
+    algorithm = GKD(start.learner.policy, teacher, batch, settings, groups=start.groups, **start.options)
+    return algorithm, batch.figures()
+
+
+def _online_dpo(start: _Start) -> _Algorithm:
+    held_to = start.reference_policy()
+    with start.accelerator.autocast():  # as the loss will be computed
+        pairs, figures = best_and_worst(held_to, start.rewarded, start.settings, **start.options)
+    return OnlineDPO(start.learner.policy, pairs, start.settings, **start.options), figures
+
+
+_ALGORITHMS: dict[str, Callable[[_Start], _Algorithm]] = {
+    "ppo": _ppo,
+    "grpo": _grpo,
+    "gkd": _gkd,
+    "online_dpo": _online_dpo,
+}
+"""By the ``variant`` of the settings."""
 
 
 def _corrects_in_first_step(settings: GRPOSettings, context: UpdateContext, device: torch.device) -> bool:
@@ -299,13 +374,13 @@ def _built(
     """A policy with the weights of ``model``, and an optimizer that has done no step."""
     trained = load_on_policy(model, reference, settings, context, device)
     values: nn.Module | None = None
-    if isinstance(settings, PPOSettings):
-        if settings.values == "head":
-            values = zero_head(trained)
-        elif is_sharded(settings.parallel):  # of weights that are still to be read there is no copy
-            values = ValueModel(load_on_policy(model, reference, settings, context, device).base_model)
-        else:
-            values = ValueModel(copy.deepcopy(trained.base_model))
+    if settings.value_function == "head":
+        values = zero_head(trained)
+    elif settings.value_function == "model" and is_sharded(settings.parallel):
+        # Of weights that are still to be read there is no copy.
+        values = ValueModel(load_on_policy(model, reference, settings, context, device).base_model)
+    elif settings.value_function == "model":
+        values = ValueModel(copy.deepcopy(trained.base_model))
     policy = shard(Policy(trained, values, known_ids=known), settings, device)
     extra = nn.ModuleDict({} if values is None else {VALUES: values})
     lay_out(trained, settings)
@@ -378,7 +453,7 @@ def load_parts(objects: ObjectStore, scores: Scores) -> RewardParts:
     return RewardParts(found["names"], torch.tensor(found["weights"]).float(), torch.tensor(values).float())
 
 
-def load_groups(objects: ObjectStore, scores: Scores, settings: GRPOSettings) -> Groups:
+def load_groups(objects: ObjectStore, scores: Scores, settings: GroupSettings) -> Groups:
     """Which of the trajectories are compared; those of batch inference are groups as they stand."""
     size = settings.samples_per_prompt
     if scores.rollouts is None:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.supervised import DatasetAlgorithm, share_of_step
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.config import DPOSettings, IPOSettings, KTOSettings
+from rollout_core.config import KTOSettings, PreferenceSettings
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack_branches
 from rollout_core.data.preference_data import Pair, UnpairedPreference
 from rollout_core.data.tokenized import Mapped
@@ -61,20 +62,22 @@ def pair_documents(pairs: Sequence[Pair]) -> Sequence[Document]:
 class DPO(DatasetAlgorithm[PairBatch]):
     """`Algorithm` over tokenised pairs. The loss of a step is the mean over all its pairs."""
 
+    takes_means: ClassVar[bool] = False
+    """Whether log-probabilities of answers are means over their tokens; else sums."""
+
     def __init__(
         self,
         policy: Policy,
         pairs: Sequence[Pair],
         ref_logps: Tensor,
-        settings: DPOSettings | IPOSettings,
+        settings: PreferenceSettings,
         *,
         seed: int,
         device: torch.device,
     ) -> None:
         """ref_logps: [2N] float32, chosen and rejected answer of each of the N pairs; zeros where the loss has no
         reference."""
-        self.name = settings.kind
-        self._loss = settings.loss if settings.kind == "dpo" else "ipo"
+        self.name = settings.family
         self._documents = pair_documents(pairs)
         self._ref_logps = ref_logps.view(-1, 2)
         super().__init__(policy, pairs, settings, seed=seed, device=device)
@@ -93,19 +96,9 @@ class DPO(DatasetAlgorithm[PairBatch]):
         logps = tokens.row_sums(self._model(tokens).logprobs).view(-1, 2)
         ref_logps = batch.ref_logps.to(logps)
         with torch.autocast(self._device.type, enabled=False):
-            lengths, more = tokens.row_counts().view(-1, 2), {}
-            if self._loss == "dpo":
-                policy, ref = logps, ref_logps
-                loss = dpo_loss(*policy.T, *ref.T, beta=settings.beta, label_smoothing=settings.label_smoothing)
-            else:
-                policy, ref = logps / lengths, ref_logps / lengths
-                if self._loss == "ipo":
-                    loss = ipo_loss(*policy.T, *ref.T, beta=settings.beta)
-                elif self._loss == "simpo":
-                    loss = simpo_loss(*policy.T, beta=settings.beta, gamma=settings.gamma)
-                else:
-                    found = orpo_loss(*policy.T, beta=settings.beta)
-                    loss, more = found.loss, {"nll_loss": found.nll, "log_odds_ratio": found.log_odds_ratio}
+            lengths = tokens.row_counts().view(-1, 2)
+            policy, ref = (logps / lengths, ref_logps / lengths) if self.takes_means else (logps, ref_logps)
+            loss, more = self.pair_loss(policy, ref)
         chosen, rejected = (settings.beta * (policy - ref)).detach().T
         figures = {
             "rewards/chosen": chosen,
@@ -119,8 +112,41 @@ class DPO(DatasetAlgorithm[PairBatch]):
         step_pairs = sum(len(other.ref_logps) for other in step_batches)
         return share_of_step(loss, figures, items=len(logps), step_items=step_pairs)
 
+    def pair_loss(self, policy: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of P pairs by the log-probabilities of chosen and rejected answers, both [P,2], and its figures."""
+        options = {"beta": self._settings.beta, "label_smoothing": self._settings.label_smoothing}
+        return dpo_loss(*policy.T, *ref.T, **options), {}
+
     def tokens_of(self, batch: PairBatch) -> PackedTokens:
         return batch.tokens
+
+
+class IPO(DPO):
+    """The same with IPO's loss, of mean log-probabilities."""
+
+    takes_means = True
+
+    def pair_loss(self, policy: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return ipo_loss(*policy.T, *ref.T, beta=self._settings.beta), {}
+
+
+class ORPO(DPO):
+    """The same with ORPO's loss, of the policy's mean log-probabilities alone."""
+
+    takes_means = True
+
+    def pair_loss(self, policy: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        found = orpo_loss(*policy.T, beta=self._settings.beta)
+        return found.loss, {"nll_loss": found.nll, "log_odds_ratio": found.log_odds_ratio}
+
+
+class SimPO(DPO):
+    """The same with SimPO's loss, of the policy's mean log-probabilities alone."""
+
+    takes_means = True
+
+    def pair_loss(self, policy: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return simpo_loss(*policy.T, beta=self._settings.beta, gamma=self._settings.gamma), {}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from rollout_core.base.determinism import arithmetic, differing, is_portable_her
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
-from rollout_core.config import LearnerSettings, OnPolicySettings
+from rollout_core.config import LearnerSettings
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.retention.pruning import free
@@ -329,7 +329,7 @@ class Resumption:
         assert context.held is not None, "there is where to hold it"
         state_id, manifest, checks = context.held.hold(folder, context.objects, **about)
         model, written = manifest.below(MODEL_FOLDER), context.held.place(state_id) / MODEL_FOLDER
-        if isinstance(self._settings, OnPolicySettings) and self._settings.store_models == "with_states":
+        if not self._settings.stores_all_models:
             made_by = {name: about[name] for name in ("run_id", "step", "algorithm")}
             return state_id, hold_model(context.objects, model, written, context.cache, **made_by)
         return state_id, self._keep_here(put_model(context.objects, model, written, checks), model, written)

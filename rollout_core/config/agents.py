@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from rollout_core.config.base import Address, DatasetSource, JsonlDataset, ModelSource, RunInfo, Settings
 from rollout_core.config.experience import ImportanceCorrection
 from rollout_core.config.inference import SCHEDULER_ADDRESS, EndpointAddress, EngineConfig, SamplingParams, VLLMBackend
-from rollout_core.config.on_policy import GRPOSettings, OnPolicySettings, PPOSettings
+from rollout_core.config.on_policy import AdvantageSettings, GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.runs import Run, TrainingRun
 
@@ -118,7 +119,7 @@ class RunnersConfig(Settings):
         return None
 
 
-def _refuse_what_prompts_have(settings: OnPolicySettings) -> None:
+def _refuse_what_prompts_have(settings: AdvantageSettings) -> None:
     if settings.guards.reward_hacking is not None:
         raise ValueError("guards.reward_hacking completes held-out prompts, and agents have tasks; leave it out")
     if settings.curriculum is not None:
@@ -141,15 +142,19 @@ class AgentGRPO(GRPOSettings):
     state_every: Literal[1] = 1
     """All training states are stored."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_whole_rollouts(cls, data: Any) -> Any:
+        loss = data.get("loss") if isinstance(data, Mapping) else None
+        if loss in ("gkd", "online_dpo"):
+            raise ValueError(f'"{loss}" is of single completions of prompts, which agents\' rollouts are not')
+        return data
+
     @model_validator(mode="after")
     def _rollouts_are_not_drawn_again(self) -> AgentGRPO:
         _refuse_what_prompts_have(self)
         if self.reward_normalization == "each":
             raise ValueError("agents' rollouts have one reward each; leave reward_normalization out")
-        if self.loss in ("gkd", "online_dpo"):
-            raise ValueError(
-                f'loss = "{self.loss}" is of single completions of prompts, which agents\' rollouts are not'
-            )
         if self.dynamic_sampling is not None:
             raise ValueError(
                 "dynamic_sampling draws completions of prompts again, and agents' rollouts are not; leave it out"
@@ -326,8 +331,8 @@ class LearnOnlineConfig(TrainingRun):
             raise ValueError("an agent is given, but no work for it: give held-out tasks, or work_live")
         if self.agent is not None and (self.agent.form, self.agent.tool_parser) != (self.form, self.tool_parser):
             raise ValueError("agent.form and agent.tool_parser differ from those of the run; give both alike")
-        group = self.algorithm.samples_per_prompt
-        if isinstance(self.algorithm, OnlineGRPO) and (self.live.max_rollouts or group) < group:
+        group = self.algorithm.group_size
+        if (self.live.max_rollouts or group) < group:
             raise ValueError(
                 f"live.max_rollouts is {self.live.max_rollouts}, fewer than the {group} rollouts of equal input that "
                 "are compared (algorithm.samples_per_prompt)"

@@ -5,16 +5,19 @@ SFT, reward models, DPO, IPO and KTO.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, WrapValidator, model_validator
 
 from rollout_core.base.determinism import is_portable_here, mixed_precision, numerics_identity, probe_device
 from rollout_core.config.base import EXPLAINED, DatasetSource, ModelSource, Settings
 from rollout_core.config.curriculum import Curriculum
 from rollout_core.config.optimizers import EIGHT_BITS, WHOLE_MATRICES, OptimizerConfig
+from rollout_core.config.variants import Variant, reading
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
+"""``preference`` is DPO and its family, IPO or KTO, ``grpo`` one of the family of GRPO, as their settings say."""
 
 
 class BudgetConfig(Settings):
@@ -175,6 +178,10 @@ class LearnerSettings(Settings):
     """What every learner shares."""
 
     identity_without_default = frozenset({"max_tokens_per_microbatch", "skip_spikes", "weights", "offload"})
+    family: ClassVar[str]
+    """Usual name of the algorithm, or of the family it is of, in labels of snapshots, titles, and events."""
+    update: ClassVar[UpdateName]
+    """Name of the update that trains by it (`rollout_core.launch.launcher`)."""
 
     optimizer: OptimizerConfig
     minibatch_size: int = Field(default=8, ge=1)
@@ -202,6 +209,16 @@ class LearnerSettings(Settings):
     parallel: ParallelConfig = ParallelConfig()
     trackers: tuple[TrackerName, ...] = ()
     """Where figures go in addition to the checkpoint's own rows; changes nothing of what is trained."""
+
+    @property
+    def teacher(self) -> ModelSource | None:
+        """The model whose distributions are learned, where there is one."""
+        return None
+
+    @property
+    def stores_all_models(self) -> bool:
+        """Whether every model that an update ends with is stored."""
+        return True
 
     @property
     def has_own_processes(self) -> bool:
@@ -324,6 +341,7 @@ class SFTSettings(DatasetSettings):
     """Supervised fine-tuning. Steps of 8 rows of up to 1,024 tokens are TRL's default, too; TRL makes 3 epochs."""
 
     identity_without_default = DatasetSettings.identity_without_default | {"distillation"}
+    family = update = "sft"
 
     dataset: DatasetSource
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
@@ -331,6 +349,10 @@ class SFTSettings(DatasetSettings):
     """Which tokens are trained."""
     distillation: Distillation | None = None
     """Learn a teacher's distribution of each trained token instead of the token (supervised GKD)."""
+
+    @property
+    def teacher(self) -> ModelSource | None:
+        return None if self.distillation is None else self.distillation.teacher
 
 
 class PreferenceSettings(DatasetSettings):
@@ -349,6 +371,8 @@ class PreferenceSettings(DatasetSettings):
 class RewardModelSettings(PreferenceSettings):
     """A reward model from pairs (Bradley-Terry; arXiv:2203.02155, eq. 1)."""
 
+    family = update = "rm"
+
     dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``, or whole sequences ``{chosen, rejected}``; optional ``margin``."""
     head: Literal["bradley_terry", "pairwise_logistic"] = "bradley_terry"
@@ -360,6 +384,8 @@ class RewardModelSettings(PreferenceSettings):
 class ReferencedSettings(PreferenceSettings):
     """What learners share that hold a policy close to a reference."""
 
+    update = "preference"
+
     beta: float = Field(default=0.1, gt=0)
     """How closely the policy keeps to the reference: larger is closer."""
 
@@ -369,41 +395,79 @@ class ReferencedSettings(PreferenceSettings):
         return True
 
 
-class DPOSettings(ReferencedSettings):
-    """Direct preference optimization (arXiv:2305.18290), and losses of pairs that need no reference."""
+class PairSettings(ReferencedSettings, Variant):
+    """What learners share from pairs that DPO's rows hold: its family."""
 
-    identity_without_default = ReferencedSettings.identity_without_default | {"loss", "gamma"}
+    family = "dpo"
 
-    kind: Literal["dpo"] = "dpo"
     dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
-    loss: Literal["dpo", "orpo", "simpo"] = "dpo"
-    """``orpo``: odds ratio and likelihood of the chosen answer (arXiv:2403.07691), ``beta`` is its lambda; ``simpo``:
-    mean log-probabilities with a margin (arXiv:2405.14734). Neither loads a reference."""
+
+    @classmethod
+    def kinds(cls) -> Mapping[str, type[Variant]]:
+        return PAIR_KINDS
+
+
+class DPOSettings(PairSettings):
+    """Direct preference optimization (arXiv:2305.18290)."""
+
+    identity_without_default = PairSettings.identity_without_default | {"loss"}
+    variant = "dpo"
+
+    kind: Literal["dpo"] = "dpo"
+    loss: Literal["dpo"] = "dpo"
+    """What a pair adds to the loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose preference is taken to be flipped; of ``dpo``."""
-    gamma: float = Field(default=0.0, ge=0)
-    """Margin of ``simpo`` by which chosen answers are to be above rejected ones; its paper has 0.3 to 1.6."""
+    """Share of pairs whose preference is taken to be flipped."""
+
+
+class FormerPairLoss(PairSettings):
+    """What algorithms share that were losses of DPO before they were kinds. They load no reference. Cache keys are
+    those of such a table."""
 
     @property
     def needs_reference(self) -> bool:
-        return self.loss == "dpo"
+        return False
 
-    @model_validator(mode="after")
-    def _keys_of_its_loss(self) -> DPOSettings:
-        if self.gamma and self.loss != "simpo":
-            raise ValueError(f'gamma is a margin of loss = "simpo", and loss is "{self.loss}"; leave it out')
-        if self.label_smoothing and self.loss != "dpo":
-            raise ValueError(f'label_smoothing is of loss = "dpo", and loss is "{self.loss}"; leave it out')
-        if self.loss == "simpo" and "beta" not in self.model_fields_set:
-            raise ValueError(
-                'beta: give it with loss = "simpo", which scales mean log-probabilities; its paper has 2 to 10'
-            )
-        return self
+    def cache_identity(self) -> Any:
+        return {**super().cache_identity(), "kind": "dpo", "loss": self.variant, "label_smoothing": 0.0}
+
+
+class ORPOSettings(FormerPairLoss):
+    """Odds ratio and likelihood of the chosen answer (ORPO, arXiv:2403.07691)."""
+
+    variant = "orpo"
+
+    kind: Literal["orpo"] = "orpo"
+    beta: float = Field(default=0.1, gt=0)
+    """The paper's lambda: how much the odds ratio counts."""
+
+
+class SimPOSettings(FormerPairLoss):
+    """Mean log-probabilities with a margin (SimPO, arXiv:2405.14734)."""
+
+    identity_without_default = FormerPairLoss.identity_without_default | {"gamma"}
+    variant = "simpo"
+
+    kind: Literal["simpo"] = "simpo"
+    beta: float = Field(gt=0)
+    """Scale of the mean log-probabilities; the paper has 2 to 10."""
+    gamma: float = Field(default=0.0, ge=0)
+    """Margin by which chosen answers are to be above rejected ones; the paper has 0.3 to 1.6."""
+
+
+PAIR_KINDS: dict[str, type[Variant]] = {one.variant: one for one in (DPOSettings, ORPOSettings, SimPOSettings)}
+"""The family of DPO by ``kind``."""
+AnyPairSettings = Annotated[
+    DPOSettings | ORPOSettings | SimPOSettings, WrapValidator(reading(DPOSettings, ORPOSettings, SimPOSettings))
+]
+"""Settings of an algorithm of that family."""
 
 
 class IPOSettings(ReferencedSettings):
     """Identity preference optimization (arXiv:2310.12036); ``beta`` is the paper's tau."""
+
+    family = "ipo"
 
     kind: Literal["ipo"] = "ipo"
     dataset: DatasetSource
@@ -412,6 +476,8 @@ class IPOSettings(ReferencedSettings):
 
 class KTOSettings(ReferencedSettings):
     """Kahneman-Tversky optimization (arXiv:2402.01306)."""
+
+    family = "kto"
 
     kind: Literal["kto"] = "kto"
     dataset: DatasetSource

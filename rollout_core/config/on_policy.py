@@ -1,13 +1,18 @@
-"""Settings of the learners that train on completions of the policy itself: PPO and GRPO."""
+"""Settings of the learners that train on completions of the policy itself. Each algorithm is a class that has the keys
+which it knows: PPO, and the family of GRPO, whose members ``kind`` tells apart.
+
+Flows, plans and stages ask a class what it does and never which one it is.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, WrapValidator, model_validator
 
-from rollout_core.config.base import DatasetSource, Settings
+from rollout_core.config.base import DatasetSource, ModelSource, Settings, identity
 from rollout_core.config.curriculum import PromptCurriculum
 from rollout_core.config.experience import (
     DynamicSampling,
@@ -19,6 +24,7 @@ from rollout_core.config.experience import (
 )
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.learning import Distillation, LearnerSettings
+from rollout_core.config.variants import Variant, reading
 
 
 class AdaptiveKL(Settings):
@@ -37,13 +43,10 @@ class AdaptiveKL(Settings):
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
-    identity_without_default = LearnerSettings.identity_without_default | {
-        "overlong",
-        "guards",
-        "curriculum",
-        "replay",
-        "partial_rollouts",
-    }
+    identity_without_default = LearnerSettings.identity_without_default | {"guards", "curriculum", "partial_rollouts"}
+
+    variant: ClassVar[str]
+    """The algorithm by its ``kind``."""
 
     prompts: DatasetSource
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
@@ -57,8 +60,6 @@ class OnPolicySettings(LearnerSettings):
     """How training prompts are completed."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each iteration's samples."""
-    missing_eos_penalty: float = Field(default=0.0, ge=0)
-    """Taken off the reward of a completion cut at max_tokens."""
     truncated: Literal["keep", "mask"] = "keep"
     """Completions cut at max_tokens are trained on like others, or only count where completions are compared: in
     their group's mean, in whitening, in the figures."""
@@ -66,23 +67,12 @@ class OnPolicySettings(LearnerSettings):
     """A completion that fails for good ends the run, or is left out (with GRPO its whole group) and counted in
     ``completions/num_left_out``. `--resume` counts an iteration by its steps, of which fewer completions may make
     fewer."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """The most that the ratio counts where the advantage is negative, which has no other bound there: 3 in
-    arXiv:1912.09729. Must be above the clip range."""
-    overlong: OverlongPenalty | None = None
-    """Lower the reward of completions that come near the length limit."""
     guards: StopGuards = StopGuards()
     """Bounds that end the run."""
     curriculum: PromptCurriculum | None = None
     """Draw completions of easy prompts first."""
-    replay: Replay | None = None
-    """Learn from completions of earlier iterations again."""
     partial_rollouts: PartialRollouts | None = None
     """Cut long completions at the end of an iteration and go on with them in the next."""
-    correction: ImportanceCorrection | None = None
-    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
-    default where samples are drawn ahead of training, replayed or carried over, or the learner's weights are of four
-    bits."""
     async_depth: int = Field(default=0, ge=0)
     """Iterations that samples are drawn ahead of training: those of iteration i are drawn by the weights that iteration
     i - 1 - async_depth ended with, the first ones by the starting weights, while the iterations between are trained."""
@@ -159,14 +149,43 @@ class OnPolicySettings(LearnerSettings):
         return f"{tokens} tokens of a completion in an iteration, so that it takes up to {most}"
 
     @property
-    def weighs_advantages(self) -> bool:
-        """Whether the loss weighs log-probabilities by advantages."""
-        return True
+    def redrawing(self) -> DynamicSampling | None:
+        """How groups that teach nothing are replaced, if they are."""
+        return None
+
+    @property
+    def replaying(self) -> Replay | None:
+        """How completions of earlier iterations are learned from again, if they are."""
+        return None
+
+    @property
+    def value_function(self) -> Literal["head", "model"] | None:
+        """What values are learned by, if they are."""
+        return None
+
+    @property
+    def scores_parts(self) -> bool:
+        """Whether the parts of a composite reward are compared, each by itself."""
+        return False
+
+    @property
+    def trained_models(self) -> int:
+        """Models of the policy's size whose weights are trained."""
+        return 1
+
+    @property
+    def rows_per_item(self) -> int:
+        """Completions that ``minibatch_size`` counts as one."""
+        return 1
 
     @property
     def _drawn_before(self) -> bool:
         """Whether earlier weights than those that learn have drawn some of what is learned from."""
-        return bool(self.async_depth) or self.replay is not None or self.partial_rollouts is not None
+        return bool(self.async_depth) or self.partial_rollouts is not None
+
+    @property
+    def stores_all_models(self) -> bool:
+        return self.store_models == "each"
 
     @property
     def known_steps_per_iteration(self) -> int | None:
@@ -190,43 +209,9 @@ class OnPolicySettings(LearnerSettings):
         return named
 
     @model_validator(mode="after")
-    def _default_correction(self) -> OnPolicySettings:
-        # The engine draws by weights that are whole, the learner computes with those of four bits.
-        is_quantized = self.lora is not None and self.lora.quantization != "none"
-        is_other = self._drawn_before or (is_quantized and self.weighs_advantages)
-        if "correction" not in self.model_fields_set and is_other:
-            # Without `model_fields_set`: it stays a default, which another key may change (`as_given`).
-            vars(self)["correction"] = ImportanceCorrection()
-        return self
-
-    @model_validator(mode="after")
-    def _replayed_with_a_correction(self) -> OnPolicySettings:
-        if self.replay is not None and self.replay.groups >= self.prompts_per_iteration:
-            raise ValueError(
-                f"replay.groups is {self.replay.groups} of {self.prompts_per_iteration} prompts_per_iteration; at "
-                "least one must be fresh"
-            )
-        if self.replay is not None and self.correction is None:
-            raise ValueError(
-                "replay needs a correction, for older weights drew what is replayed; give one, or none of both"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _parts_that_join(self) -> OnPolicySettings:
         if self.partial_rollouts is not None:
             _check_parts_join(self, self.partial_rollouts.max_tokens_per_iteration)
-        return self
-
-    @model_validator(mode="after")
-    def _penalty_within_the_limit(self) -> OnPolicySettings:
-        if self.overlong is not None:
-            limit = self.overlong.max_length or self.sampling.max_tokens
-            if self.overlong.cache > limit:
-                raise ValueError(
-                    f"overlong.cache is {self.overlong.cache}, more than the {limit} tokens of a completion; "
-                    "lower it, or raise sampling.max_tokens (or overlong.max_length)"
-                )
         return self
 
     @model_validator(mode="after")
@@ -254,12 +239,96 @@ class OnPolicySettings(LearnerSettings):
         return self
 
 
-class PPOSettings(OnPolicySettings):
+class RewardedSettings(OnPolicySettings):
+    """What learners share whose loss rewards decide."""
+
+    identity_without_default = OnPolicySettings.identity_without_default | {"overlong"}
+
+    missing_eos_penalty: float = Field(default=0.0, ge=0)
+    """Taken off the reward of a completion cut at max_tokens."""
+    overlong: OverlongPenalty | None = None
+    """Lower the reward of completions that come near the length limit."""
+
+    @model_validator(mode="after")
+    def _penalty_within_the_limit(self) -> RewardedSettings:
+        if self.overlong is not None:
+            limit = self.overlong.max_length or self.sampling.max_tokens
+            if self.overlong.cache > limit:
+                raise ValueError(
+                    f"overlong.cache is {self.overlong.cache}, more than the {limit} tokens of a completion; "
+                    "lower it, or raise sampling.max_tokens (or overlong.max_length)"
+                )
+        return self
+
+
+class AdvantageSettings(RewardedSettings):
+    """What learners share whose loss weighs log-probabilities by advantages."""
+
+    identity_without_default = RewardedSettings.identity_without_default | {"replay"}
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """The most that the ratio counts where the advantage is negative, which has no other bound there: 3 in
+    arXiv:1912.09729. Must be above the clip range."""
+    replay: Replay | None = None
+    """Learn from completions of earlier iterations again."""
+    correction: ImportanceCorrection | None = None
+    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
+    default where samples are drawn ahead of training, replayed or carried over, or the learner's weights are of four
+    bits."""
+
+    @property
+    def replaying(self) -> Replay | None:
+        return self.replay
+
+    @property
+    def _drawn_before(self) -> bool:
+        return super()._drawn_before or self.replay is not None
+
+    @model_validator(mode="after")
+    def _default_correction(self) -> AdvantageSettings:
+        # The engine draws by weights that are whole, the learner computes with those of four bits.
+        is_quantized = self.lora is not None and self.lora.quantization != "none"
+        if "correction" not in self.model_fields_set and (self._drawn_before or is_quantized):
+            # Without `model_fields_set`: it stays a default, which another key may change (`as_given`).
+            vars(self)["correction"] = ImportanceCorrection()
+        return self
+
+    @model_validator(mode="after")
+    def _replayed_with_a_correction(self) -> AdvantageSettings:
+        if self.replay is not None and self.replay.groups >= self.prompts_per_iteration:
+            raise ValueError(
+                f"replay.groups is {self.replay.groups} of {self.prompts_per_iteration} prompts_per_iteration; at "
+                "least one must be fresh"
+            )
+        if self.replay is not None and self.correction is None:
+            raise ValueError(
+                "replay needs a correction, for older weights drew what is replayed; give one, or none of both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_with_a_correction(self) -> AdvantageSettings:
+        if self.partial_rollouts is not None and self.correction is None:
+            raise ValueError(
+                "partial_rollouts need a correction, for earlier weights drew the first parts; give one, or none of "
+                "both"
+            )
+        if self.partial_rollouts is not None and self.replay is not None:
+            raise ValueError(
+                "partial_rollouts and replay: the buffer knows one id of weights for all completions of an iteration; "
+                "choose one"
+            )
+        return self
+
+
+class PPOSettings(AdvantageSettings):
     """Proximal policy optimization (arXiv:1707.06347) with learned values, GAE and a KL penalty to a reference.
 
     An iteration's defaults are those of InstructGPT (arXiv:2203.02155, appendix C.4): a completion of each of 512
     prompts, in one pass of 8 optimizer steps of 64.
     """
+
+    family = update = variant = "ppo"
 
     prompts_per_iteration: int = Field(default=512, ge=1)
     """Prompts drawn in each iteration."""
@@ -283,52 +352,69 @@ class PPOSettings(OnPolicySettings):
     whiten_advantages: bool = True
     """Bring the advantages of an iteration to mean 0 and variance 1."""
 
+    @property
+    def value_function(self) -> Literal["head", "model"]:
+        return self.values
+
+    @property
+    def trained_models(self) -> int:
+        return 2 if self.values == "model" else 1
+
     @model_validator(mode="after")
     def _dual_clip_above_the_clip_range(self) -> PPOSettings:
         _check_dual_clip(self.dual_clip, "clip", self.clip)
         return self
 
 
-_OF_SURROGATES = (
-    "baseline", "advantage_scaling", "reward_normalization", "kl_coef", "entropy_coef", "dual_clip", "loss_type",
-    "clip_low", "clip_high", "correction",
-)  # fmt: skip
-"""Keys of losses that weigh log-probabilities by advantages."""
+class GroupSettings(OnPolicySettings, Variant):
+    """What learners share from several completions of each prompt: the family of GRPO.
 
-
-class GRPOSettings(OnPolicySettings):
-    """Group relative policy optimization (arXiv:2402.03300) and its kin.
-
-    An iteration's defaults are those of the paper (section 4.2): 1,024 completions and one optimizer step of all of
-    them. They are of 128 prompts, in groups of 8 as in TRL, where the paper has 16 in groups of 64.
+    An iteration's defaults are those of GRPO's paper (arXiv:2402.03300, section 4.2): 1,024 completions and one
+    optimizer step of all of them. They are of 128 prompts, in groups of 8 as in TRL, where the paper has 16 in groups
+    of 64.
     """
 
-    identity_without_default = OnPolicySettings.identity_without_default | {
+    family = update = "grpo"
+
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Size of a group: completions of one prompt, or rollouts of one task, that are learned from together."""
+    gradient_accumulation: int = Field(default=128, ge=1)
+    """Minibatches in one optimizer step."""
+
+    @classmethod
+    def kinds(cls) -> Mapping[str, type[Variant]]:
+        return GROUP_KINDS
+
+    @property
+    def group_size(self) -> int:
+        return self.samples_per_prompt
+
+    @property
+    def steps_per_iteration(self) -> int:
+        items = self.prompts_per_iteration * self.samples_per_prompt // self.rows_per_item
+        return self.epochs * self.steps_per_epoch(items)
+
+
+class GRPOSettings(GroupSettings, AdvantageSettings):
+    """Group relative policy optimization (arXiv:2402.03300) and its kin."""
+
+    variant = "grpo"
+    identity_without_default = AdvantageSettings.identity_without_default | {
         "loss",
         "baseline",
         "kl_in",
         "entropy_coef",
         "dynamic_sampling",
         "reward_normalization",
-        "distillation",
-        "beta",
     }
 
     samples_per_prompt: int = Field(default=8, ge=1)
     """Size of a group: completions of one prompt, or rollouts of one task, compared with each other; 1 only where
     ``baseline`` compares none."""
-    gradient_accumulation: int = Field(default=128, ge=1)
-    """Minibatches in one optimizer step."""
-    loss: Literal["grpo", "gspo", "cispo", "reinforce", "gkd", "online_dpo"] = "grpo"
+    loss: Literal["grpo", "gspo", "cispo", "reinforce"] = "grpo"
     """What a token adds to the loss: the clipped ratio times its advantage; the same with the ratio of its whole
     sequence (arXiv:2507.18071, whose clip ranges are 3e-4 and 4e-4); its log-probability weighed by the clipped ratio
-    (arXiv:2506.13585); or that without a ratio, as RLOO has it. ``gkd``: how far its distribution is from a teacher's;
-    rewards are looked at only (on-policy GKD, arXiv:2306.13649). ``online_dpo``: DPO on the best and the worst
-    completion of each prompt (arXiv:2402.04792); ``minibatch_size`` then counts these pairs."""
-    beta: float = Field(default=0.1, gt=0)
-    """Of ``online_dpo``: how closely the policy keeps to the starting one, as in DPO."""
-    distillation: Distillation | None = None
-    """The teacher of ``gkd``."""
+    (arXiv:2506.13585); or that without a ratio, as RLOO has it."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
     """What the loss of a step is divided by: sequence by sequence, the minibatch's tokens, a constant, all tokens."""
     baseline: Literal["group", "leave_one_out", "none"] = "group"
@@ -354,6 +440,23 @@ class GRPOSettings(OnPolicySettings):
     dynamic_sampling: DynamicSampling | None = None
     """Draw other groups in place of those whose rewards are all alike."""
 
+    @property
+    def loads_reference(self) -> bool:
+        return bool(self.kl_coef)
+
+    @property
+    def redrawing(self) -> DynamicSampling | None:
+        return self.dynamic_sampling
+
+    @property
+    def scores_parts(self) -> bool:
+        return self.reward_normalization == "each"
+
+    def cache_identity(self) -> Any:
+        named = super().cache_identity()
+        # Elsewhere than in rewards the KL of whole completions is measured for a guard only, whatever its bound.
+        return {**named, "guards": None} if self.guards.max_kl is not None else named
+
     @model_validator(mode="after")
     def _dual_clip_above_the_clip_range(self) -> GRPOSettings:
         _check_dual_clip(self.dual_clip, "clip_high", self.clip_high)
@@ -362,76 +465,16 @@ class GRPOSettings(OnPolicySettings):
         return self
 
     @model_validator(mode="after")
-    def _a_teacher_or_rewards(self) -> GRPOSettings:
-        if (self.loss == "gkd") != (self.distillation is not None):
-            raise ValueError(
-                'distillation and loss = "gkd" belong together: give a table distillation with a teacher, or neither'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _keys_of_its_loss(self) -> GRPOSettings:
-        foreign = {"beta"} if self.weighs_advantages else {*_OF_SURROGATES, "replay"}
-        if self.loss == "gkd":
-            foreign |= {"overlong", "dynamic_sampling", "missing_eos_penalty", "beta"}
-        if self.loss == "online_dpo":
-            foreign |= {"max_tokens_per_microbatch"}
-        if self._drawn_before:
-            foreign -= {"correction"}  # which is on by default there, and in the keys of such updates
-        fields = type(self).model_fields
-        asked = [name for name in fields if name in foreign and getattr(self, name) != fields[name].default]
-        if asked:
-            raise ValueError(f'loss = "{self.loss}" has no use for {", ".join(asked)}; leave out what it does not know')
-        return self
-
-    def cache_identity(self) -> Any:
-        named = super().cache_identity()
-        # Elsewhere than in rewards the KL of whole completions is measured for a guard only, whatever its bound.
-        return {**named, "guards": None} if self.guards.max_kl is not None else named
-
-    @property
-    def group_size(self) -> int:
-        return self.samples_per_prompt
-
-    @property
-    def weighs_advantages(self) -> bool:
-        return self.loss not in ("gkd", "online_dpo")
-
-    @property
-    def loads_reference(self) -> bool:
-        return bool(self.kl_coef) or self.loss == "online_dpo"
-
-    @property
-    def steps_per_iteration(self) -> int:
-        items = self.prompts_per_iteration * (1 if self.loss == "online_dpo" else self.samples_per_prompt)
-        return self.epochs * self.steps_per_epoch(items)
-
-    @model_validator(mode="after")
     def _a_kl_to_guard(self) -> GRPOSettings:
-        if self.guards.max_kl is not None and not self.weighs_advantages:
-            raise ValueError(
-                f'guards.max_kl looks at a KL that loss = "{self.loss}" does not compute; leave it out, or bound it by '
-                'a guard of [promotion] (kind = "kl")'
-            )
         if self.guards.max_kl is not None and not self.kl_coef:
             raise ValueError("guards.max_kl needs the starting policy, which kl_coef = 0 does not load; set kl_coef")
         return self
 
     @model_validator(mode="after")
     def _something_to_compare_with(self) -> GRPOSettings:
-        if self.loss == "gkd":
-            return self
         if self.samples_per_prompt < 2 and self.baseline != "none":
-            without = "" if self.loss == "online_dpo" else ', or baseline = "none"'
-            raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}, but a completion is compared with others of its "
-                f"prompt; take 2 or more{without}"
-            )
-        if self.dynamic_sampling is not None and self.partial_rollouts is not None:
-            raise ValueError(
-                "partial_rollouts and dynamic_sampling: which groups are replaced shows once they are whole, "
-                "iterations later; choose one"
-            )
+            _refuse_single(self.samples_per_prompt, ', or baseline = "none"')
+        _check_redrawn_whole(self)
         if self.baseline == "none" and self.advantage_scaling == "group":
             raise ValueError(
                 'advantage_scaling is "group", but with baseline = "none" no groups are compared; set it to "whiten" '
@@ -455,6 +498,112 @@ class GRPOSettings(OnPolicySettings):
         return self
 
 
+class FormerLoss(GroupSettings):
+    """What algorithms share that were losses of GRPO before they were kinds. Cache keys are those of such a table, with
+    every key that GRPO had by then."""
+
+    @classmethod
+    def never_counted(cls, data: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("correction",) if data.get("async_depth") or data.get("partial_rollouts") else ()
+
+    def cache_identity(self) -> Any:
+        named = super().cache_identity()
+        if named["kind"] != self.family:  # a table [grpo] had none, and [algorithm] that of its family
+            del named["kind"]
+        own, later = type(self).model_fields, GRPOSettings.identity_without_default
+        lacking = {name: field for name, field in GRPOSettings.model_fields.items() if name not in (*own, *later)}
+        of_grpo = {name: identity(field.default) for name, field in lacking.items()}
+        if self._drawn_before:
+            of_grpo["correction"] = identity(ImportanceCorrection())
+        return {**of_grpo, **named, "loss": self.variant}
+
+    @model_validator(mode="after")
+    def _no_kl_to_guard(self) -> FormerLoss:
+        if self.guards.max_kl is not None:
+            raise ValueError(
+                f'guards.max_kl looks at a KL that kind = "{self.variant}" does not compute; leave it out, or bound it '
+                'by a guard of [promotion] (kind = "kl")'
+            )
+        return self
+
+
+class GKDSettings(FormerLoss):
+    """On-policy distillation (GKD, arXiv:2306.13649): how far each token's distribution is from a teacher's. Rewards
+    are looked at only."""
+
+    variant = "gkd"
+
+    kind: Literal["gkd"] = "gkd"
+    distillation: Distillation
+    """The teacher."""
+
+    @property
+    def teacher(self) -> ModelSource | None:
+        return self.distillation.teacher
+
+    @property
+    def loads_reference(self) -> bool:
+        return False
+
+
+class OnlineDPOSettings(FormerLoss, RewardedSettings):
+    """Online DPO (arXiv:2402.04792): DPO on the best and the worst completion of each prompt, by reward.
+    ``minibatch_size`` counts these pairs."""
+
+    variant = "online_dpo"
+    identity_without_default = RewardedSettings.identity_without_default | {"beta", "dynamic_sampling"}
+
+    kind: Literal["online_dpo"] = "online_dpo"
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the policy keeps to the starting one, as in DPO."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Draw other groups in place of those whose rewards are all alike."""
+
+    @property
+    def redrawing(self) -> DynamicSampling | None:
+        return self.dynamic_sampling
+
+    @property
+    def rows_per_item(self) -> int:
+        return 2
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.epochs * self.steps_per_epoch(self.prompts_per_iteration)
+
+    @model_validator(mode="after")
+    def _a_best_and_a_worst(self) -> OnlineDPOSettings:
+        if self.max_tokens_per_microbatch is not None:
+            raise ValueError('kind = "online_dpo" has no use for max_tokens_per_microbatch: no pair is cut by tokens')
+        if self.samples_per_prompt < 2:
+            _refuse_single(self.samples_per_prompt)
+        _check_redrawn_whole(self)
+        return self
+
+
+GROUP_KINDS: dict[str, type[Variant]] = {one.variant: one for one in (GRPOSettings, GKDSettings, OnlineDPOSettings)}
+"""The family of GRPO by ``kind``."""
+AnyGroupSettings = Annotated[
+    GRPOSettings | GKDSettings | OnlineDPOSettings, WrapValidator(reading(GRPOSettings, GKDSettings, OnlineDPOSettings))
+]
+"""Settings of an algorithm of that family."""
+
+
+def _refuse_single(samples_per_prompt: int, otherwise: str = "") -> None:
+    raise ValueError(
+        f"samples_per_prompt is {samples_per_prompt}, but a completion is compared with others of its prompt; take 2 "
+        f"or more{otherwise}"
+    )
+
+
+def _check_redrawn_whole(settings: OnPolicySettings) -> None:
+    if settings.redrawing is not None and settings.partial_rollouts is not None:
+        raise ValueError(
+            "partial_rollouts and dynamic_sampling: which groups are replaced shows once they are whole, iterations "
+            "later; choose one"
+        )
+
+
 def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
     """Raises ValueError where completions cannot be drawn in parts of ``max_tokens``."""
     sampling, name = settings.sampling, "partial_rollouts.max_tokens_per_iteration"
@@ -462,10 +611,6 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
         raise ValueError(
             f"{name} is {max_tokens}, and sampling.max_tokens {sampling.max_tokens}; expected a half, a third or "
             "another whole part of it"
-        )
-    if settings.correction is None:
-        raise ValueError(
-            "partial_rollouts need a correction, for earlier weights drew the first parts; give one, or none of both"
         )
     if sampling.stop:
         raise ValueError(
@@ -485,11 +630,6 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
                 f"groups have; leave it out (the default is {default!r})"
                 + (", or take optimizer.warmup_steps" if key == "warmup_ratio" else "")
             )
-    if settings.replay is not None:
-        raise ValueError(
-            "partial_rollouts and replay: the buffer knows one id of weights for all completions of an iteration; "
-            "choose one"
-        )
 
 
 def _check_dual_clip(dual_clip: float | None, name: str, clip: float) -> None:

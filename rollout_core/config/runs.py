@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, WrapValidator, model_validator
 
 from rollout_core.base.determinism import Numerics, probe_device
 from rollout_core.config.base import (
@@ -29,17 +29,28 @@ from rollout_core.config.inference import (
     WorkersConfig,
 )
 from rollout_core.config.learning import (
+    AnyPairSettings,
     DPOSettings,
     IPOSettings,
     KTOSettings,
     LearnerSettings,
+    ORPOSettings,
     ReferencedSettings,
     RewardModelSettings,
     SFTSettings,
+    SimPOSettings,
 )
-from rollout_core.config.on_policy import GRPOSettings, PPOSettings
+from rollout_core.config.on_policy import (
+    AnyGroupSettings,
+    GKDSettings,
+    GRPOSettings,
+    OnlineDPOSettings,
+    OnPolicySettings,
+    PPOSettings,
+)
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
+from rollout_core.config.variants import reading
 
 AlgorithmT = TypeVar("AlgorithmT", bound=LearnerSettings)
 
@@ -52,49 +63,57 @@ class SFTAlgorithm(SFTSettings):
     """The model to train."""
 
 
-def _check_parts(settings: GRPOSettings, reward_kind: str) -> None:
+def _check_parts(settings: OnPolicySettings, reward_kind: str) -> None:
     """Raises ValueError where parts of a reward are to be compared and it has none."""
-    if settings.reward_normalization == "each" and reward_kind != "composite":
+    if settings.scores_parts and reward_kind != "composite":
         raise ValueError(
             f'reward_normalization = "each" needs the parts of a "composite" reward; this one is "{reward_kind}"'
         )
 
 
-def _with_any_reward(named: dict[str, Any]) -> dict[str, Any]:
-    """An update's identity with the default reward, which keys have had in them: what another one says is in the
-    scores."""
-    return {**named, "reward": identity(ExactMatchReward())}
+class PolicyAlgorithm(OnPolicySettings):
+    """What `[algorithm]` has in addition where a policy learns from its own completions."""
+
+    base_model: ModelSource
+    """The model to train, which is also the reference of the KL penalty."""
+    reward: RewardSpec = ExactMatchReward()
+    """What a completion earns."""
+
+    def cache_identity(self) -> Any:
+        # With the default reward, which keys have had in them: what another one says is in the scores.
+        return {**super().cache_identity(), "kind": self.family, "reward": identity(ExactMatchReward())}
+
+    @model_validator(mode="after")
+    def _a_reward_of_parts(self) -> PolicyAlgorithm:
+        _check_parts(self, self.reward.kind)
+        return self
 
 
-class PPOAlgorithm(PPOSettings):
+class PPOAlgorithm(PPOSettings, PolicyAlgorithm):
     """`[algorithm] kind = "ppo"`."""
 
     kind: Literal["ppo"] = "ppo"
-    base_model: ModelSource
-    """The model to train, which is also the reference of the KL penalty."""
-    reward: RewardSpec = ExactMatchReward()
-    """What a completion earns."""
-
-    def cache_identity(self) -> Any:
-        return _with_any_reward(super().cache_identity())
 
 
-class GRPOAlgorithm(GRPOSettings):
+class GRPOAlgorithm(GRPOSettings, PolicyAlgorithm):
     """`[algorithm] kind = "grpo"`."""
 
     kind: Literal["grpo"] = "grpo"
-    base_model: ModelSource
-    """The model to train, which is also the reference of the KL penalty."""
-    reward: RewardSpec = ExactMatchReward()
-    """What a completion earns."""
 
-    def cache_identity(self) -> Any:
-        return _with_any_reward(super().cache_identity())
 
-    @model_validator(mode="after")
-    def _a_reward_of_parts(self) -> GRPOAlgorithm:
-        _check_parts(self, self.reward.kind)
-        return self
+class GKDAlgorithm(GKDSettings, PolicyAlgorithm):
+    """`[algorithm] kind = "gkd"`."""
+
+
+class OnlineDPOAlgorithm(OnlineDPOSettings, PolicyAlgorithm):
+    """`[algorithm] kind = "online_dpo"`."""
+
+
+GroupAlgorithm = Annotated[
+    GRPOAlgorithm | GKDAlgorithm | OnlineDPOAlgorithm,
+    WrapValidator(reading(GRPOAlgorithm, GKDAlgorithm, OnlineDPOAlgorithm)),
+]
+"""`[algorithm]` of the family of GRPO."""
 
 
 class RewardModelAlgorithm(RewardModelSettings):
@@ -122,6 +141,20 @@ class ReferencedAlgorithm(ReferencedSettings):
 
 class DPOAlgorithm(DPOSettings, ReferencedAlgorithm):
     """`[algorithm] kind = "dpo"`."""
+
+
+class ORPOAlgorithm(ORPOSettings, ReferencedAlgorithm):
+    """`[algorithm] kind = "orpo"`."""
+
+
+class SimPOAlgorithm(SimPOSettings, ReferencedAlgorithm):
+    """`[algorithm] kind = "simpo"`."""
+
+
+PairAlgorithm = Annotated[
+    DPOAlgorithm | ORPOAlgorithm | SimPOAlgorithm, WrapValidator(reading(DPOAlgorithm, ORPOAlgorithm, SimPOAlgorithm))
+]
+"""`[algorithm]` of the family of DPO."""
 
 
 class IPOAlgorithm(IPOSettings, ReferencedAlgorithm):
@@ -188,7 +221,7 @@ class PlacedRun(Run):
 
     @model_validator(mode="after")
     def _in_the_flows_process(self) -> PlacedRun:
-        learners = [value for _, value in self if isinstance(value, GRPOSettings | PPOSettings)]
+        learners = [value for _, value in self if isinstance(value, OnPolicySettings)]
         if self.placement is not None and self.placement.learning is not None:
             for learner in learners:
                 if learner.state_every > 1:
@@ -220,7 +253,7 @@ class TrainPPOConfig(TrainConfig[PPOAlgorithm], PlacedRun):
     """What generates completions."""
 
 
-class TrainGRPOConfig(TrainConfig[GRPOAlgorithm], PlacedRun):
+class TrainGRPOConfig(TrainConfig[GroupAlgorithm], PlacedRun):
     """`rollout train grpo`."""
 
     run: RunInfo = RunInfo(name="grpo")
@@ -234,7 +267,7 @@ class TrainRMConfig(TrainConfig[RewardModelAlgorithm]):
     run: RunInfo = RunInfo(name="rm")
 
 
-class TrainDPOConfig(TrainConfig[DPOAlgorithm]):
+class TrainDPOConfig(TrainConfig[PairAlgorithm]):
     """`rollout train dpo`."""
 
     run: RunInfo = RunInfo(name="dpo")
@@ -355,9 +388,9 @@ class NightlyConfig(TrainingRun, PlacedRun):
     """A reward model, trained on pairs from the fine-tuned model, that ppo or grpo is rewarded by."""
     ppo: PPOSettings | None = None
     """Learning on by PPO."""
-    grpo: GRPOSettings | None = None
-    """Learning on by GRPO."""
-    dpo: DPOSettings | None = None
+    grpo: AnyGroupSettings | None = None
+    """Learning on by GRPO, or as its ``kind`` says."""
+    dpo: AnyPairSettings | None = None
     """Give one of ppo, grpo and dpo. The reference is the fine-tuned model."""
     evaluation: EvaluationConfig
     """Held-out evaluation before, between and after."""
@@ -377,7 +410,7 @@ class NightlyConfig(TrainingRun, PlacedRun):
         return self
 
     @property
-    def policy(self) -> PPOSettings | GRPOSettings | DPOSettings:
+    def policy(self) -> PPOSettings | AnyGroupSettings | AnyPairSettings:
         """Settings of what follows SFT."""
         settings = self.ppo or self.grpo or self.dpo
         assert settings is not None, "validated"

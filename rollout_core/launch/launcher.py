@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
@@ -35,6 +35,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.settings import stop_seconds
+from rollout_core.config.learning import UpdateName
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.context import UpdateContext
@@ -51,8 +52,6 @@ LINES_SECONDS = 0.05
 """After the end of a job: the time that the last lines of a process that stays get to arrive."""
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL where a rank has failed: the others wait for it and will not get to their next step."""
-UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
-"""``preference`` is DPO, IPO or KTO, as its settings say."""
 STORAGE_OPTIONS = "ROLLOUT_RANK_STORAGE_OPTIONS"
 """Environment variable: options of the object store, as JSON; they may hold secrets."""
 RENDEZVOUS = "ROLLOUT_RANK_RENDEZVOUS"
@@ -96,6 +95,7 @@ def run_update(
     with scratch_folder("ranks") as folder:
         job = Job(
             update=name,
+            algorithm=settings.family,
             inputs=encode_inputs(name, inputs),
             storage=context.objects.url,
             cache=context.cache.absolute(),
@@ -434,6 +434,8 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     update: UpdateName
+    algorithm: str
+    """Its usual name: one update serves DPO, IPO and KTO."""
     inputs: dict[str, Any]
     """Arguments of the update by name, as `encode_inputs` gives them."""
     storage: str
@@ -456,11 +458,6 @@ class Job(BaseModel):
     result: Path
     """Where the first rank writes the outcome."""
 
-    @property
-    def algorithm(self) -> str:
-        """Its usual name: one update serves DPO, IPO and KTO."""
-        return self.inputs["settings"].get("kind", self.update)
-
 
 def import_updates() -> None:
     """Import what every update does, before another thread imports: of transformers, whose modules load their parts
@@ -477,13 +474,13 @@ def update_function(name: UpdateName) -> Callable[..., Any]:
 
 def encode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of an update as JSON values: of settings only what the update itself declares."""
-    hints = get_type_hints(update_function(name))
+    hints = get_type_hints(update_function(name), include_extras=True)
     return {key: TypeAdapter(hints[key]).dump_python(value, mode="json") for key, value in inputs.items()}
 
 
 def decode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode_inputs`."""
-    hints = get_type_hints(update_function(name))
+    hints = get_type_hints(update_function(name), include_extras=True)
     return {key: TypeAdapter(hints[key]).validate_python(value) for key, value in inputs.items()}
 
 

@@ -61,18 +61,17 @@ class AgentPlan(LearnerPlan):
     def policy(self, what: str, settings: AgentGRPO | AgentPPO, backend: EngineConfig) -> None:
         """The learner of what an agent does: its settings, and what it needs for sequences as long as the engine's."""
         self.learner(what, settings)
-        is_ppo = not isinstance(settings, AgentGRPO)
         states = states_of(settings, None, settings.iterations, keeps_last=self.keeps_last)
         if self.keeps_last:
             states = replace(states, models=settings.iterations)  # those of agents' iterations stay
         self.resources(
             what,
-            settings.kind,
+            settings.family,
             settings,
             context_limit(backend) or self.max_positions or 0,
             states,
-            trained_models=2 if is_ppo and settings.values == "model" else 1,
-            frozen_models=1 if settings.lora is None and (is_ppo or settings.kl_coef) else 0,
+            trained_models=settings.trained_models,
+            frozen_models=int(settings.lora is None and settings.loads_reference),
         )
 
     def runners(self, what: str, config: RunnersConfig) -> None:

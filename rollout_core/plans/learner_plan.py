@@ -16,8 +16,6 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
-    Distillation,
-    GRPOSettings,
     HeldOutRows,
     KLGuard,
     LearnerSettings,
@@ -25,19 +23,16 @@ from rollout_core.config import (
     NightlyConfig,
     OnPolicySettings,
     PlacedRun,
-    PPOSettings,
+    PolicyAlgorithm,
     PreferenceSettings,
     PromotionConfig,
     PromptsGuard,
     RewardGuard,
-    RewardModelSettings,
     RunInfo,
     ScriptedBackend,
     SequenceConfig,
     SFTSettings,
     TrainConfig,
-    TrainGRPOConfig,
-    TrainPPOConfig,
 )
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard
@@ -122,7 +117,7 @@ class LearnerPlan(Plan):
         source, facts = self.model_source, self.model_facts
         if source is None or facts is None:
             return
-        is_reward_model = isinstance(settings, RewardModelSettings)
+        is_reward_model = settings.family == "rm"
         notes, mark = (self.objects, mark_of_source(source, self.base)) if self.trusts_notes else (None, None)
         if notes is not None and mark is not None and is_known_trainable(notes, mark, is_reward_model=is_reward_model):
             return
@@ -207,20 +202,20 @@ class LearnerPlan(Plan):
             resources[f"{name} {need.what} (estimate)"] = need.text
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
 
-    def teacher(self, what: str, distillation: Distillation | None, longest: int, settings: LearnerSettings) -> int:
+    def teacher(self, what: str, settings: LearnerSettings, longest: int) -> int:
         """A teacher is there, reads the same ``longest`` token ids, and is cut as the student; its bytes as float32."""
-        own = self.model_source
-        if distillation is None or own is None:
+        own, source = self.model_source, settings.teacher
+        if source is None or own is None:
             return 0
 
         def look() -> int:
             with (
                 describe(own, self.base, self.objects) as model,
-                describe(distillation.teacher, self.base, self.objects) as teacher,
+                describe(source, self.base, self.objects) as teacher,
             ):
                 facts = teacher.inspect()
                 if facts.is_reward_model:
-                    raise ConfigError(f"{distillation.teacher.uri} is a reward model, and a teacher writes text")
+                    raise ConfigError(f"{source.uri} is a reward model, and a teacher writes text")
                 check_teacher(model.folder, teacher.folder, longest)
                 _check_cut(teacher.folder, settings)
                 return facts.size.weight_bytes
@@ -250,7 +245,7 @@ class LearnerPlan(Plan):
         self.curriculum(what, settings, training_rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         longest = row_tokens(report, settings.sequence.max_length)
-        teacher = self.teacher(what, settings.distillation, longest, settings)
+        teacher = self.teacher(what, settings, longest)
         states = states_of(settings, steps_of_rows(settings, report), keeps_last=self.keeps_last)
         self.resources(what, "sft", settings, longest, states, frozen_bytes=teacher)
 
@@ -316,14 +311,12 @@ class LearnerPlan(Plan):
             self.facts["held-out rows"] = report.num_rows
             self.reading(what, report.reading)
 
-    def on_policy(
-        self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig
-    ) -> Sequence[PromptRow] | None:
+    def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         is_cut = settings.partial_rollouts is not None
         self.sampling(f"{what}.sampling", settings.sampling, backend, in_parts=is_cut)
-        if (again := settings.replay) is not None:
+        if (again := settings.replaying) is not None:
             self.facts["replay"] = f"{again.groups} prompts of each iteration, from the last {again.capacity}"
         self.facts |= {"partial rollouts": settings.parts_in_words} if is_cut else {}
         self.facts["training prompts"] = len(rows or ())
@@ -334,12 +327,12 @@ class LearnerPlan(Plan):
         self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
         longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
-        distillation = settings.distillation if isinstance(settings, GRPOSettings) else None
+        longest += settings.sampling.max_tokens
         self.resources(
             what,
-            "ppo" if isinstance(settings, PPOSettings) else "grpo",
+            settings.family,
             settings,
-            longest + settings.sampling.max_tokens,
+            longest,
             states_of(
                 settings,
                 settings.steps_per_iteration,
@@ -348,10 +341,10 @@ class LearnerPlan(Plan):
                 models=settings.stored_models,
                 keeps_last=self.keeps_last,
             ),
-            trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
-            frozen_bytes=self.teacher(what, distillation, longest + settings.sampling.max_tokens, settings),
+            trained_models=settings.trained_models,
+            frozen_bytes=self.teacher(what, settings, longest),
             frozen_models=int(settings.lora is None and settings.loads_reference),
-            rows=2 if isinstance(settings, GRPOSettings) and settings.loss == "online_dpo" else 1,
+            rows=settings.rows_per_item,
         )
         return rows
 
@@ -434,24 +427,25 @@ def plan_training(
 
     ``keep`` in the object store what was tokenised for it and what was found, and trust what was found before.
     """
-    plan, settings = _plan_of(config.run, base, connections, keep=keep), config.algorithm
+    plan = _plan_of(config.run, base, connections, keep=keep)
+    settings: Any = config.algorithm
+    on_policy: Any = config if isinstance(config.algorithm, PolicyAlgorithm) else None
     plan.places()
-    on_policy = isinstance(config, TrainPPOConfig | TrainGRPOConfig)
     if isinstance(config, PlacedRun):
         _placement(plan, config)
-    plan.resume(config.run, settings.kind, config.algorithm if on_policy else None)
-    plan.known_model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
-    if on_policy:
-        plan.backend("backend", config.backend)
-        rows = plan.on_policy("algorithm", config.algorithm, config.backend)
+    plan.resume(config.run, settings.family, on_policy and settings)
+    plan.known_model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.family == "rm")
+    if on_policy is not None:
+        plan.backend("backend", on_policy.backend)
+        rows = plan.on_policy("algorithm", settings, on_policy.backend)
         plan.reward("algorithm.reward", settings.reward)
         plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
-        plan.hacking_guard("algorithm", settings, settings.reward, config.backend)
+        plan.hacking_guard("algorithm", settings, settings.reward, on_policy.backend)
     elif isinstance(settings, SFTSettings):
         plan.sft("algorithm", settings)
     else:
         _reference(plan, settings)
-        report = plan.preferences("algorithm", settings.kind, settings)
+        report = plan.preferences("algorithm", settings.family, settings)
         if report is not None:
             plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
     return plan.done()
@@ -513,7 +507,7 @@ def plan_nightly(
     plan.reward("reward", config.reward)
     on_policy = config.ppo or config.grpo
     if on_policy is not None:
-        policy = "ppo" if config.ppo is not None else "grpo"
+        policy = on_policy.family
         rows = plan.on_policy(policy, on_policy, config.backend)
         plan.hacking_guard(policy, on_policy, ModelReward(model="rm") if config.rm else config.reward, config.backend)
         if config.rm is None:

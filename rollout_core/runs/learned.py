@@ -15,6 +15,8 @@ import orjson
 
 from rollout_core.base.errors import MissingObject, NotFound
 from rollout_core.base.ids import ContentId
+from rollout_core.config.on_policy import GROUP_KINDS
+from rollout_core.config.variants import variant_of
 from rollout_core.data.advantages import decode_advantages
 from rollout_core.runs.browsing import Lines, SampleBrowser, SampleList, SampleView
 from rollout_core.runs.records import RunDetail, StageCall
@@ -22,8 +24,8 @@ from rollout_core.runs.records import RunDetail, StageCall
 LEVELS = (0.25, 1.0)
 """Of an advantage in root mean squares of its update's: where it begins to be one, and to be a large one."""
 _WITHOUT = {
-    "gkd": 'loss = "gkd" learns a teacher\'s distribution of each token, without advantages',
-    "online_dpo": 'loss = "online_dpo" compares the best with the worst completion of a prompt, without advantages',
+    "gkd": 'kind = "gkd" learns a teacher\'s distribution of each token, without advantages',
+    "online_dpo": 'kind = "online_dpo" compares the best with the worst completion of a prompt, without advantages',
 }
 
 
@@ -73,7 +75,7 @@ def learned_from(browser: SampleBrowser, detail: RunDetail, of: SampleList, view
     name = f"{call.stage} {call.label}".rstrip()
     blob = call.result.get("advantages")
     if blob is None:
-        return Learned(name, why=_WITHOUT.get(_loss_of(detail.config), "a version that kept no advantages trained it"))
+        return Learned(name, why=_WITHOUT.get(_kind_of(detail.config), "a version that kept no advantages trained it"))
     try:
         kept: _Kept = browser.read(ContentId(blob), "advantages", _read, file.blobs)
         if order != file.completions:
@@ -121,6 +123,6 @@ def _update_of(detail: RunDetail, of: SampleList, completions: ContentId) -> tup
     return None
 
 
-def _loss_of(config: dict[str, Any]) -> str:
+def _kind_of(config: dict[str, Any]) -> str:
     tables = (config.get(name) for name in ("algorithm", "grpo"))
-    return next((str(table["loss"]) for table in tables if isinstance(table, dict) and "loss" in table), "")
+    return next((str(variant_of(table, GROUP_KINDS)) for table in tables if isinstance(table, dict)), "")

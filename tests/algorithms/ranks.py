@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from updates import (
@@ -38,6 +39,7 @@ from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
 from rollout_core.algorithms.parallel import differing_replicas, is_first, rank, world_size
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import (
+    AnyGroupSettings,
     BudgetConfig,
     Curriculum,
     Distillation,
@@ -116,14 +118,21 @@ def taught(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkp
     return sft_update(student, dataset, settings, place, teacher=other)[0]
 
 
+def changed(settings: Any, changes: dict[str, Any]) -> Any:
+    """Of the algorithm that ``kind`` names, where that is among the changes."""
+    if "kind" in changes:
+        return TypeAdapter(AnyGroupSettings).validate_python({**settings.model_dump(), **changes})
+    return settings.model_copy(update=changes)
+
+
 def on_policy(update: Callable[..., Checkpoint], settings: Any) -> Callable[..., Checkpoint]:
     def run(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
         start = place.objects.put_tree(model)
         policy, train_state, checkpoint = start, None, None
         for iteration in (1, 2):
             scores, samples = scored_completions(place.objects, seed=iteration)
-            asked, again = settings.model_copy(update=changes), {}
-            if asked.replay is not None and iteration == 2:
+            asked, again = changed(settings, changes), {}
+            if asked.replaying is not None and iteration == 2:
                 scores, samples, again["replayed"] = replayed_completions(place.objects)
             own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
             checkpoint = update(policy, train_state, start, scores, samples, asked, own, **again)
@@ -211,7 +220,7 @@ CASES = {
     "grpo, spikes left out": Case(
         grpo, {"skip_spikes": SpikeRule(factor=1.05, after_steps=2)}, kinds=("ddp",), is_interrupted=True
     ),
-    "grpo, online dpo": Case(grpo, {"loss": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}, kinds=SHARING_ROWS),
+    "grpo, online dpo": Case(grpo, {"kind": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}, kinds=SHARING_ROWS),
 }
 INTERRUPTED = tuple((kind, name) for name, case in CASES.items() if case.is_interrupted for kind in case.kinds)
 """Updates that are also left by some processes and taken up by others."""

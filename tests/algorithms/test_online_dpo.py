@@ -101,9 +101,9 @@ def test_a_completion_without_a_score_is_in_no_pair(tiny_model: Path):
 
 
 def test_keys_of_other_losses_are_refused():
-    with pytest.raises(ValidationError, match='"online_dpo" has no use for kl_coef; leave out'):
+    with pytest.raises(ValidationError, match=r'"online_dpo" has no use for kl_coef \(of grpo\); leave out'):
         grpo_settings(loss="online_dpo", kl_coef=0.1)
-    with pytest.raises(ValidationError, match='"grpo" has no use for beta; leave out'):
+    with pytest.raises(ValidationError, match=r'"grpo" has no use for beta \(of online_dpo\); leave out'):
         grpo_settings(beta=0.2)
     with pytest.raises(ValidationError, match="samples_per_prompt is 1"):
         grpo_settings(loss="online_dpo", samples_per_prompt=1)

@@ -19,6 +19,7 @@ from rollout_core.config import (
     AgentGRPO,
     GRPOSettings,
     ImportanceCorrection,
+    OnlineDPOSettings,
     PPOSettings,
     SamplingParams,
     identity,
@@ -218,7 +219,7 @@ def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], problem: s
 
 def test_agents_are_refused_and_other_learners_take_it():
     assert PPOSettings.model_validate(FIELDS).correction == ImportanceCorrection()
-    GRPOSettings.model_validate({**FIELDS, "loss": "online_dpo", "async_depth": 1})
+    OnlineDPOSettings.model_validate({**FIELDS, "loss": "online_dpo", "async_depth": 1})
     with pytest.raises(ValidationError, match="partial_rollouts\n  Input should be None"):
         AgentGRPO.model_validate({**FIELDS, "base_model": {"uri": "x"}})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, save_state, update_context
 
@@ -18,7 +19,7 @@ from rollout_core.algorithms.preference import reference_logprobs
 from rollout_core.algorithms.supervised import load_reward_model, set_padding
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config import DPOAlgorithm, DPOSettings, parse_config
+from rollout_core.config import AnyPairSettings, DPOSettings, TrainDPOConfig, parse_config
 from rollout_core.config.rewards import CompositeReward, ExpressionReward, ModelReward, WeightedReward
 from rollout_core.data.packing import Document
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
@@ -45,7 +46,7 @@ def test_losses_without_a_reference_learn_and_load_none(loss, tiny_model, tmp_pa
     place = update_context(tmp_path)
     model, dataset = place.objects.put_tree(tiny_model), place.objects.put_bytes(preference_data("dpo"))
     document = {**COMMON, "budget": {"max_steps": 12}, "loss": loss, "beta": 2.0 if loss == "simpo" else 0.5}
-    settings = DPOSettings.model_validate(document)
+    settings = TypeAdapter(AnyPairSettings).validate_python(document)
     checkpoint, _ = preference_update(model, hash_bytes(b"nothing"), dataset, settings, place)
     rows = rows_of(checkpoint, place.objects)
     losses, margins = ([row[name] for row in rows] for name in ("loss", "rewards/margins"))
@@ -56,9 +57,10 @@ def test_losses_without_a_reference_learn_and_load_none(loss, tiny_model, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "simpo"}, 'beta: give it with loss = "simpo"'),
-        ({"loss": "orpo", "label_smoothing": 0.1}, 'label_smoothing is of loss = "dpo", and loss is "orpo"'),
-        ({"gamma": 1.0}, 'gamma is a margin of loss = "simpo", and loss is "dpo"'),
+        ({"loss": "simpo"}, "algorithm.beta: required, but not given"),
+        ({"loss": "orpo", "label_smoothing": 0.1}, r'kind = "orpo" has no use for label_smoothing \(of dpo\)'),
+        ({"kind": "simpo", "beta": 2.0, "label_smoothing": 0.1}, r"has no use for label_smoothing \(of dpo\)"),
+        ({"gamma": 1.0}, r'kind = "dpo" has no use for gamma \(of simpo\)'),
         (
             {"loss": "orpo", "reference": {"uri": "x"}},
             "a reference is given, but this loss compares",
@@ -67,7 +69,7 @@ def test_losses_without_a_reference_learn_and_load_none(loss, tiny_model, tmp_pa
 )
 def test_keys_of_another_loss_of_pairs_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        parse_config({"base_model": {"uri": "m"}, **COMMON, **changes}, DPOAlgorithm)
+        parse_config({"algorithm": {"base_model": {"uri": "m"}, **COMMON, **changes}}, TrainDPOConfig)
 
 
 def test_the_reference_is_read_once_for_all_epochs_runs_and_algorithms(tiny_model, tmp_path, monkeypatch):

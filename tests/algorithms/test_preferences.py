@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.preference import DPO, KTO, unpaired_documents
+from rollout_core.algorithms.preference import DPO, IPO, KTO, unpaired_documents
 from rollout_core.algorithms.supervised import BradleyTerry, RewardModel, load_reward_model, score_sequences
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.data.examples import epoch_order
@@ -63,7 +63,8 @@ def learner(kind: str, folder: Path, *, packed: bool = True, **changes):
         settings = KTOSettings.model_validate({**COMMON, **changes})
         return KTO(policy, ragged_unpaired(), REF_UNPAIRED, settings, **options), model
     settings = (DPOSettings if kind == "dpo" else IPOSettings).model_validate({**COMMON, **changes})
-    return DPO(policy, ragged_pairs(), REF_PAIRS, settings, **options), model
+    algorithm = DPO if kind == "dpo" else IPO
+    return algorithm(policy, ragged_pairs(), REF_PAIRS, settings, **options), model
 
 
 def whole_step(algorithm, parts: list[list[int]]) -> tuple[float, list]:

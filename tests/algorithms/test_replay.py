@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from updates import GRPO_SETTINGS, grpo, replayed_completions, rows_of, scored_completions, update_context
 
 from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.on_policy import compare_groups
 from rollout_core.algorithms.on_policy_updates import load_trajectories
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config import GRPOSettings, ImportanceCorrection, Replay, identity
+from rollout_core.config import AnyGroupSettings, GRPOSettings, ImportanceCorrection, Replay, identity
 from rollout_core.data.replay import Buffer, Drawn, Group, num_fresh, priorities
 
 MODEL = hash_bytes(b"weights")
@@ -124,7 +124,7 @@ def test_replay_corrects_for_older_weights_by_default_and_changes_no_other_ident
         ({"replay": {"groups": 9, "capacity": 8}}, "capacity is 8, fewer than the 9 groups that are drawn from it"),
         ({"replay": {"groups": 128}}, "replay.groups is 128 of 128 prompts_per_iteration; at least one must be fresh"),
         ({"replay": {"groups": 2}, "correction": None}, "replay needs a correction"),
-        ({"replay": {"groups": 2}, "loss": "online_dpo"}, 'loss = "online_dpo" has no use for .*replay'),
+        ({"replay": {"groups": 2}, "loss": "online_dpo"}, 'kind = "online_dpo" has no use for .*replay'),
         (
             {"replay": {"groups": 2}, "reward_normalization": "each", "advantage_scaling": "batch"},
             'replay and reward_normalization = "each"',
@@ -134,4 +134,4 @@ def test_replay_corrects_for_older_weights_by_default_and_changes_no_other_ident
 def test_what_cannot_be_replayed_is_said(changes: dict[str, Any], message: str):
     with pytest.raises(ValidationError, match=message):
         fields = GRPO_SETTINGS.model_dump(exclude={"correction"})
-        GRPOSettings.model_validate({**fields, "prompts_per_iteration": 128, **changes})
+        TypeAdapter(AnyGroupSettings).validate_python({**fields, "prompts_per_iteration": 128, **changes})

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rollout_core.algorithms import dataset_updates
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import rm_update, sft_update
@@ -26,9 +28,10 @@ from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
 from rollout_core.algorithms.state import TrainState, copy_state, write_state
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import (
+    AnyGroupSettings,
+    AnyPairSettings,
     BudgetConfig,
     Curriculum,
-    DPOSettings,
     GRPOSettings,
     HeldOutRows,
     ImportanceCorrection,
@@ -184,14 +187,16 @@ def grpo(
     **changes,
 ) -> Checkpoint:
     """As `ppo`, with groups of two and a KL to the reference."""
-    settings = GRPO_SETTINGS.model_copy(update=changes)
+    settings: Any = GRPO_SETTINGS.model_copy(update=changes)
+    if changes.get("loss") in ("gkd", "online_dpo"):
+        settings = TypeAdapter(AnyGroupSettings).validate_python({**GRPO_SETTINGS.model_dump(), **changes})
     start = place.objects.put_tree(model)
     taught = {} if teacher is None else {"teacher": place.objects.put_tree(teacher)}
     policy, train_state, checkpoint = start, None, None
     for iteration in (1, 2):
         scores, samples = scored_completions(place.objects, seed=iteration)
         again = None
-        if settings.replay is not None and iteration == 2:
+        if settings.replaying is not None and iteration == 2:
             scores, samples, again = replayed_completions(place.objects)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
         checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own, replayed=again, **taught)
@@ -277,8 +282,8 @@ def preference_update(
     settings = {**COMMON, **changes}
     if kind == "rm":
         return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place, held_out=held_out)[0]
-    kinds = {"dpo": DPOSettings, "ipo": IPOSettings, "kto": KTOSettings}
-    parsed = kinds[kind].model_validate(settings)
+    kinds: dict[str, Any] = {"dpo": AnyPairSettings, "ipo": IPOSettings, "kto": KTOSettings}
+    parsed = TypeAdapter(kinds[kind]).validate_python(settings)
     return dataset_updates.preference_update(model, model, dataset, parsed, place, held_out=held_out)[0]
 
 

@@ -4,6 +4,7 @@ import inspect
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import Field, TypeAdapter
@@ -11,10 +12,13 @@ from pydantic import Field, TypeAdapter
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     CONFIG_KINDS,
+    GKDSettings,
     GRPOAlgorithm,
     GRPOSettings,
+    ImportanceCorrection,
     InferBatchConfig,
     NightlyConfig,
+    OnlineDPOSettings,
     PPOSettings,
     Settings,
     SnapshotPolicy,
@@ -222,15 +226,61 @@ def test_what_an_update_is_not_made_by_leaves_its_identity():
 
 def test_losses_that_weigh_no_advantages_have_no_correction_and_no_kl_to_guard():
     teacher = {"distillation": {"teacher": {"uri": "t"}}}
-    for loss, more in (("gkd", teacher), ("online_dpo", {})):
+    for kind, more, model in (("gkd", teacher, GKDSettings), ("online_dpo", {}, OnlineDPOSettings)):
         quantized = {"lora": {"r": 4, "quantization": "nf4"}}
-        assert parse_config({**GRPO, **more, "loss": loss, **quantized}, GRPOSettings).correction is None
-        ahead = parse_config({**GRPO, **more, "loss": loss, "async_depth": 1}, GRPOSettings)
-        assert GRPOSettings.model_validate(ahead.model_dump(mode="json")) == ahead, "as a record of a run has it"
-        with pytest.raises(ConfigError, match=f'a KL that loss = "{loss}" does not compute'):
-            parse_config({**GRPO, **more, "loss": loss, "guards": {"max_kl": 1.0}}, GRPOSettings)
-        with pytest.raises(ConfigError, match="has no use for correction"):
-            parse_config({**GRPO, **more, "loss": loss, "correction": {}}, GRPOSettings)
+        assert identity(parse_config({**GRPO, **more, "kind": kind, **quantized}, model))["correction"] is None
+        ahead = parse_config({**GRPO, **more, "kind": kind, "async_depth": 1}, model)
+        assert identity(ahead)["correction"] == identity(ImportanceCorrection()), "keys have had it in them"
+        assert model.model_validate(ahead.model_dump(mode="json")) == ahead, "as a record of a run has it"
+        with pytest.raises(ConfigError, match=f'a KL that kind = "{kind}" does not compute'):
+            parse_config({**GRPO, **more, "kind": kind, "guards": {"max_kl": 1.0}}, model)
+        with pytest.raises(ConfigError, match=r"has no use for correction \(of grpo\)"):
+            parse_config({**GRPO, **more, "kind": kind, "correction": {}}, model)
+
+
+FORMER_KEYS = {
+    "distillation": None, "beta": 0.1, "loss_type": "grpo", "baseline": "group", "advantage_scaling": "group",
+    "reward_normalization": "sum", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_in": "loss",
+    "entropy_coef": 0.0, "dynamic_sampling": None, "dual_clip": None, "overlong": None, "missing_eos_penalty": 0.0,
+    "replay": None, "max_tokens_per_microbatch": None,
+}  # fmt: skip
+"""Keys of GRPO before its losses gkd and online_dpo were kinds, at their defaults."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "own"),
+    [("gkd", {"distillation": {"teacher": {"uri": "t"}, "beta": 0.3}}), ("online_dpo", {"beta": 0.3})],
+)
+@pytest.mark.parametrize("table", ["grpo", "algorithm"])
+def test_tables_of_the_time_when_kinds_were_losses_are_read_and_keep_their_identity(loss, own, table):
+    """Written by hand, as a stage's record that names every key, and in the present form; in both places."""
+    given = {**GRPO, "samples_per_prompt": 4}
+    ahead = {"async_depth": 1, "correction": ImportanceCorrection().model_dump()}
+    forms = [
+        {**given, **own, "loss": loss},
+        {**given, **FORMER_KEYS, **own, "loss": loss, "correction": None},
+        {**given, **own, "kind": loss},
+    ]
+    if table == "algorithm":
+        forms = [{**form, "base_model": {"uri": "m"}, "kind": form.get("kind", "grpo")} for form in forms]
+
+    def read(form: dict[str, Any]) -> Any:
+        if table == "algorithm":
+            return parse_config({"algorithm": form}, TrainGRPOConfig).algorithm
+        night = {name: value for name, value in nightly_document().items() if name != "ppo"}
+        return parse_config({**night, "grpo": form}, NightlyConfig).grpo
+
+    found = [read(form) for form in forms]
+    assert found[0] == found[1] == found[2] and found[0].variant == loss and found[0].family == "grpo"
+    assert read({**forms[1], **ahead}) == read({**forms[2], "async_depth": 1})
+    named = identity(found[0])
+    assert named["loss"] == loss and named.get("kind") == ("grpo" if table == "algorithm" else None)
+    assert {name: named[name] for name in ("kl_coef", "loss_type", "clip_low", "dual_clip")} == {
+        "kl_coef": 0.0, "loss_type": "grpo", "clip_low": 0.2, "dual_clip": None,
+    }  # fmt: skip
+    schema = json_schema()["nightly" if table == "grpo" else "train-grpo"]["$defs"]
+    former = schema["GRPOSettings" if table == "grpo" else "GRPOAlgorithm"]["properties"]
+    assert former["beta"]["deprecated"] and former["distillation"]["default"] is None
 
 
 def test_what_changes_speed_only_stays_out_of_the_identity():
