@@ -39,7 +39,15 @@ from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import Lane, check_weight
 from rollout_core.store.http.requests import BodyLimits, read_body
-from rollout_core.store.http.span_bodies import with_bodies
+from rollout_core.store.http.span_bodies import (
+    Body,
+    Context,
+    EventOf,
+    LinkOf,
+    Resource,
+    Status as SpanStatus,
+    with_bodies,
+)
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import StatusCode, TraceState, otel_name, otel_value
 from rollout_core.store.types import AttemptedRollout
@@ -239,9 +247,9 @@ async def _add(store: LightningStore, spans: Sequence[EncodedSpan]) -> None:
 def _spans_of(request: ExportTraceServiceRequest) -> list[EncodedSpan]:
     """The spans of a request, in order; those without a sequence id have None."""
     columns: list[tuple[Any, ...]] = []
-    bodies: list[dict[str, Any]] = []
+    bodies: list[Any] = []
     for of_resource in request.resource_spans:
-        resource = {"attributes": _attributes(of_resource.resource.attributes), "schema_url": of_resource.schema_url}
+        resource = Resource(_attributes(of_resource.resource.attributes), of_resource.schema_url)
         for of_scope in of_resource.scope_spans:
             scope = {"name": of_scope.scope.name, "version": of_scope.scope.version or None}
             for source in of_scope.spans:
@@ -251,49 +259,36 @@ def _spans_of(request: ExportTraceServiceRequest) -> list[EncodedSpan]:
     return with_bodies(columns, bodies)
 
 
-def _body(source: ProtoSpan, resource: dict[str, Any], scope: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an ``EncodedSpan``'s body, in the order in which ``encode_span`` has them."""
+def _body(source: ProtoSpan, resource: Any, scope: dict[str, Any]) -> Any:
+    """All of a span but its columns, as a struct."""
     status, kind = source.status, source.kind
     code = status.code
-    return {
-        "status": {
-            "status_code": _STATUS_CODES[code] if 0 <= code < 3 else "UNSET",
-            "description": status.message or None,
-        },
-        "attributes": _attributes(source.attributes),
-        "events": [
-            {
-                "name": event.name,
-                "attributes": _attributes(event.attributes),
-                "timestamp": _seconds(event.time_unix_nano),
-            }
-            for event in source.events
-        ],
-        "links": [
-            {
-                "context": _context(link.trace_id, link.span_id, link.trace_state),
-                "attributes": _attributes(link.attributes) or None,
-            }
+    return Body(
+        SpanStatus(_STATUS_CODES[code] if 0 <= code < 3 else "UNSET", status.message or None),
+        _attributes(source.attributes),
+        [EventOf(event.name, _attributes(event.attributes), _seconds(event.time_unix_nano)) for event in source.events],
+        [
+            LinkOf(_context(link.trace_id, link.span_id, link.trace_state), _attributes(link.attributes) or None)
             for link in source.links
         ],
-        "context": _context(source.trace_id, source.span_id, source.trace_state),
-        "parent": _context(source.trace_id, source.parent_span_id, "") if source.parent_span_id else None,
-        "resource": resource,
-        "kind": _KINDS[kind] if 0 <= kind < len(_KINDS) else "UNSPECIFIED",
-        "instrumentation_scope": scope,
-    }
+        _context(source.trace_id, source.span_id, source.trace_state),
+        _context(source.trace_id, source.parent_span_id, "") if source.parent_span_id else None,
+        resource,
+        _KINDS[kind] if 0 <= kind < len(_KINDS) else "UNSPECIFIED",
+        scope,
+    )
 
 
-def _columns(source: ProtoSpan, body: dict[str, Any]) -> tuple[Any, ...]:
+def _columns(source: ProtoSpan, body: Any) -> tuple[Any, ...]:
     """All of an ``EncodedSpan`` but its body."""
-    own, shared = body["attributes"], body["resource"]["attributes"]
+    own, shared = body.attributes, body.resource.attributes
     return (
         _text(own.get(_ROLLOUT_ID, shared.get(_ROLLOUT_ID))),
         _text(own.get(_ATTEMPT_ID, shared.get(_ATTEMPT_ID))),
-        source.span_id.hex(),
+        body.context.span_id,
         _sequence_id(own.get(_SEQUENCE_ID, shared.get(_SEQUENCE_ID))),
-        source.trace_id.hex(),
-        source.parent_span_id.hex() or None,
+        body.context.trace_id,
+        None if body.parent is None else body.parent.span_id,
         otel_name(source.name),
         _seconds(source.start_time_unix_nano),
         _seconds(source.end_time_unix_nano),
@@ -315,13 +310,8 @@ def _sequence_id(value: Any) -> int | None:
     return number if 0 <= number < 2**63 else None
 
 
-def _context(trace_id: bytes, span_id: bytes, trace_state: str) -> dict[str, Any]:
-    return {
-        "trace_id": trace_id.hex(),
-        "span_id": span_id.hex(),
-        "is_remote": False,
-        "trace_state": _trace_state(trace_state) if trace_state else {},
-    }
+def _context(trace_id: bytes, span_id: bytes, trace_state: str) -> Any:
+    return Context(trace_id.hex(), span_id.hex(), False, _trace_state(trace_state) if trace_state else {})
 
 
 def _trace_state(header: str) -> TraceState:

@@ -13,7 +13,7 @@ from functools import cache, reduce
 from itertools import starmap
 from operator import attrgetter, or_
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from rollout_core.store.checks import LARGEST_NUMBER
 from rollout_core.store.encoded_spans import COLUMNS, EncodedSpan
-from rollout_core.store.spans import Attributes, Span
+from rollout_core.store.spans import Attributes, Event, Link, OtelResource, Span, SpanContext, TraceStatus
 
 
 def _with_parts(annotation: Any, part: Any) -> Any:
@@ -115,6 +115,12 @@ _Span = defstruct(
 )
 _Request = defstruct("SpansStruct", [("spans", list[_Span])], forbid_unknown_fields=True)
 
+# The structs for what writes bodies itself, which takes less time with them than with dicts.
+Body: Any = _Body
+Status, Context, EventOf, LinkOf, Resource = [
+    cast(Any, _struct(model)) for model in (TraceStatus, SpanContext, Event, Link, OtelResource)
+]
+
 _columns_of = attrgetter(*COLUMNS)
 _body_of = attrgetter(*_Body.__struct_fields__)
 _encoder = msgspec.json.Encoder()
@@ -134,7 +140,7 @@ def read_encoded(data: bytes) -> list[EncodedSpan] | None:
 
 
 def with_bodies(columns: Iterable[tuple[Any, ...]], bodies: Sequence[Any]) -> list[EncodedSpan]:
-    """Spans of their columns, in order, and their bodies, which are structs or dicts."""
+    """Spans of their columns, in order, and their bodies, which are structs."""
     texts = _encoder.encode_lines(bodies).decode().split("\n")  # within JSON there is none
     texts.pop()  # what follows the last one
     return [_new(EncodedSpan, (*row, text)) for row, text in zip(columns, texts, strict=True)]
