@@ -23,7 +23,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, Proc
 
 from deployments.supervision import give_back, runs_of
 from rollout_core.base.collector import collect_seldom
-from tasks.runtime import outage_logs
+from tasks.runtime import prefect_logs
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -141,7 +141,7 @@ class DrainingWorker(ProcessWorker):
                 raise
             if not self._is_server_away:
                 why = " ".join(str(error).split()) or type(error).__name__
-                shown = why[: outage_logs.MOST_OF_AN_ERROR]
+                shown = why[: prefect_logs.MOST_OF_AN_ERROR]
                 self._logger.warning("the server is away, the runs of this worker go on: %s", shown)
             self._is_server_away = True
 
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--limit", type=int)
     arguments = parser.parse_args()
-    outage_logs.shorten()
+    prefect_logs.shorten()
     worker = DrainingWorker(
         name=arguments.name,
         work_pool_name=arguments.pool,

@@ -29,7 +29,7 @@ moved.alias(
         "keeping": "tasks.runtime.kept_states",
         "nights": "tasks.runtime.scheduled_runs",
         "nightly_steps": "flows.evaluation",
-        "outage_logs": "tasks.runtime.outage_logs",
+        "outage_logs": "tasks.runtime.prefect_logs",
         "placement": "tasks.runtime.dask.placed_stages",
         "planning": "tasks.runtime.planning",
         "recording": "tasks.runtime.run_record",

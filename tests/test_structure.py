@@ -28,7 +28,6 @@ INSIDE_FUNCTIONS = {
     "deployments.serve": "Prefect reads its server's address when it is imported",
     "deployments.supervision": "Prefect reads its server's address when it is imported",
     "deployments.ui.mounted": "a store's server starts without pages",
-    "flows.batch": "Dask is an extra",
     "flows.cli.agents": "a dry run first has another process begin to import torch",
     "flows.cli.export": "imports torch",
     "flows.cli.infer_batch": "a dry run first has another process begin to import torch",

@@ -69,7 +69,7 @@ def run_flow(flow: str, debug: bool, *arguments: Any, **options: Any) -> Any:
         import_module(module)
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME, meanwhile=load):
-        from tasks.runtime.flow_run import without_known_traces
+        from tasks.runtime.prefect_logs import without_known_traces
 
         try:
             with nullcontext() if debug else without_known_traces():

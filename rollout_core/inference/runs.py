@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ from rollout_core.inference.batch import Progress, Work
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE, this_worker
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import ShardCompletions
 from rollout_core.store import Attempt, AttemptUpdate, LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.forwarding import StoreView
@@ -340,6 +342,34 @@ def forget_work(objects: ObjectStore, run_id: str) -> None:
     """Drop what `work_of` summed up."""
     for name in objects.ref_names(f"work/{run_id}"):
         objects.delete_ref(name)
+
+
+def closing_figures(
+    config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
+) -> dict[str, Any]:
+    """Figures of a finished run, by name. ``workers``: their average number over the run."""
+    reasons: Counter[str] = Counter()
+    for record in records:
+        reasons.update(record.finish_reasons)
+    figures: dict[str, Any] = {
+        "samples": sum(record.num_samples for record in records),
+        "failed": sum(record.num_failed for record in records),
+        "prompt tokens": sum(record.num_prompt_tokens for record in records),
+        "completion tokens": sum(record.num_tokens for record in records),
+        **{f"finish: {reason}": count for reason, count in sorted(reasons.items())},
+        "generated now": work.samples,
+        "generated now, tokens": work.tokens,
+        "seconds, without the engine's start": round(work.seconds, 2),
+    }
+    if work.seconds:
+        figures["samples/s"] = round(work.samples / work.seconds, 1)
+        figures["tokens/s"] = round(work.tokens / work.seconds, 1)
+        for share in (0.5, 0.9, 0.99):
+            figures[f"latency, {share:.0%} of samples (s)"] = float(f"{work.latency(share):.3g}")
+    if config.workers.price_per_hour is not None and work.tokens:
+        cost = config.workers.price_per_hour * workers * work.seconds / 3600
+        figures["cost per million tokens"] = round(1e6 * cost / work.tokens, 4)
+    return figures
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
+from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Column
 
 from rollout_core.base.ids import ContentId
@@ -26,6 +26,7 @@ from rollout_core.base.processes import size_text
 from rollout_core.base.watching import watched
 from tasks.runtime.artifact_sender import SENDER, Outgoing
 from tasks.runtime.journal import INTERVAL_SECONDS, Pace, stage_logger
+from tasks.runtime.prefect_logs import through_stderr
 
 
 def draw_curve(
@@ -130,17 +131,38 @@ class Page:
         SENDER.send(self._shown)
 
 
-class Progress:
-    """Progress of long work in the UI, refreshed at most every two seconds; work that ends sooner shows nothing."""
+class ProgressBar:
+    """Progress of long work until the block ends: in the UI, and as a bar in a terminal or else a line of the log every
+    half minute. It is refreshed at most every two seconds; work that ends sooner shows nothing.
 
-    def __init__(self, key: str, description: str) -> None:
+    ``is_logged``: somebody else writes the lines. ``draws_bar``: whether a terminal gets the bar.
+    """
+
+    def __init__(
+        self, key: str, description: str, *, is_logged: bool = False, in_bytes: bool = False, draws_bar: bool = True
+    ) -> None:
         self._key = key
         self._description = description
+        self._draws_bar = draws_bar and sys.stderr.isatty()
         self._shown: Outgoing | None = None
+        self._bar: Bar | None = None
+        self._opened = ExitStack()
         self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
+        self._text: Callable[[int], str] = size_text if in_bytes else str
+        self._figures = ""
+        self._pace = Pace()
+        self._next_line = math.inf if is_logged else time.monotonic() + INTERVAL_SECONDS
 
-    def show(self, done: int, total: int) -> None:
-        """Show ``done`` of ``total``, if it is time."""
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._opened.close()
+
+    def show(self, done: int, total: int, figures: str = "") -> None:
+        """Show ``done`` of ``total``, and the latest ``figures``, if it is time."""
+        self._figures = figures
+        self._pace.note(done)
         if time.monotonic() >= self._next and total:
             self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
             self._show(done, total)
@@ -151,51 +173,17 @@ class Progress:
             self._show(done, total)
 
     def _show(self, done: int, total: int) -> None:
-        percent = 100.0 * done / total
-        if self._shown is None:
-            artifact = ProgressArtifact(key=self._key, progress=percent, description=self._description)
-            self._shown = Outgoing(artifact)
-        self._shown.data = percent
-        SENDER.send(self._shown)
-
-
-class ProgressBar(Progress):
-    """The same, with a bar in a terminal and a line of the log every half minute elsewhere, until the block ends.
-
-    ``is_logged``: somebody else writes the lines.
-    """
-
-    _bar: Bar | None = None
-    _bar_task: TaskID
-
-    def __init__(self, key: str, description: str, *, is_logged: bool = False, in_bytes: bool = False) -> None:
-        super().__init__(key, description)
-        self._text: Callable[[int], str] = size_text if in_bytes else str
-        self._figures = ""
-        self._pace = Pace()
-        self._next_line = math.inf if is_logged else time.monotonic() + INTERVAL_SECONDS
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, done: int, total: int, figures: str = "") -> None:
-        """Show ``done`` of ``total``, and the latest ``figures``, if it is time."""
-        self._figures = figures
-        self._pace.note(done)
-        super().show(done, total)
-
-    def _show(self, done: int, total: int) -> None:
-        if sys.stderr.isatty():
+        if self._draws_bar:
             self._show_bar(done, total)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + INTERVAL_SECONDS
             more = "".join(f", {text}" for text in (self._figures, self._pace.left(total)) if text)
             stage_logger().info("%s: %s of %s%s", self._description, self._text(done), self._text(total), more)
-        super()._show(done, total)
+        percent = 100.0 * done / total
+        if self._shown is None:
+            self._shown = Outgoing(ProgressArtifact(key=self._key, progress=percent, description=self._description))
+        self._shown.data = percent
+        SENDER.send(self._shown)
 
     def _show_bar(self, done: int, total: int) -> None:
         if self._bar is None:
@@ -209,12 +197,16 @@ class ProgressBar(Progress):
                 TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True, min_width=len("0:00:00 left"))),
                 TextColumn("{task.fields[figures]}", table_column=cut),
             )
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, expand=True)
-            self._bar_task = self._bar.add_task(self._description, total=total, figures="", left="", amount="")
-            self._bar.start()
-        left = self._pace.left(total)
-        amount = self._amount(done, total)
-        self._bar.update(self._bar_task, completed=done, total=total, figures=self._figures, left=left, amount=amount)
+            bar = Bar(*columns, console=Console(stderr=True), transient=True, expand=True)
+            bar.add_task(self._description, total=total, figures="", left="", amount="")
+            self._bar = self._opened.enter_context(bar)
+            self._opened.enter_context(through_stderr())
+        shown: dict[str, Any] = {
+            "figures": self._figures,
+            "left": self._pace.left(total),
+            "amount": self._amount(done, total),
+        }
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total, figures=self._figures, **shown)
 
     def _amount(self, done: int, total: int) -> str:
         return f"{self._text(done)}/{self._text(total)}"

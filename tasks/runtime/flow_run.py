@@ -5,21 +5,16 @@ A blob whose bytes do not match its id is set aside when it is read; the stage t
 cached. So running the flow's body again computes exactly that, and what follows from it.
 
 A worker's run that is asked to stop gives itself back to the server, for the next worker that has time.
-
-And Prefect's log lines in a terminal: where they go, and what they leave out.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import logging
 import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import UUID
@@ -36,14 +31,12 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, TerminationSignal
-from prefect.logging.configuration import setup_logging
-from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry, Crashed
 
 import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place continues
 from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
-from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherOutcome, RolloutError
+from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherOutcome
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
@@ -266,48 +259,3 @@ def _never_the_same(error: OtherOutcome) -> Fatal:
         f"{error}; {TRIES_FOR_AN_OBJECT} times in this run it was another one, and none of them could be kept to go on "
         "from. See why they were not stored (the warnings above), or set state_every = 1, which stores each at once"
     )
-
-
-def _console_handlers() -> list[Any]:
-    return [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
-
-
-@contextmanager
-def through_stderr() -> Iterator[None]:
-    """Inside the block lines go through the present ``sys.stderr``, which a progress bar has made its own."""
-    handlers = _console_handlers()
-    files = [handler.console.file for handler in handlers]
-    for handler in handlers:
-        handler.console.file = sys.stderr
-    try:
-        yield
-    finally:
-        for handler, file in zip(handlers, files, strict=True):
-            handler.console.file = file
-
-
-class _WithoutKnownTraces(logging.Formatter):
-    def __init__(self, inner: logging.Formatter) -> None:
-        super().__init__()
-        self._inner = inner
-
-    def format(self, record: logging.LogRecord) -> str:
-        if record.exc_info and isinstance(record.exc_info[1], RolloutError):
-            record = copy.copy(record)  # the Prefect server gets it whole
-            record.exc_info = record.exc_text = None
-        return self._inner.format(record)
-
-
-@contextmanager
-def without_known_traces() -> Iterator[None]:
-    """Inside the block lines about our own errors come without a traceback; all others keep it."""
-    setup_logging()  # the first flow run would, and make other handlers; a second time they stay
-    handlers = _console_handlers()
-    formatters = [handler.formatter for handler in handlers]
-    for handler in handlers:
-        handler.setFormatter(_WithoutKnownTraces(handler.formatter or logging.Formatter()))
-    try:
-        yield
-    finally:
-        for handler, formatter in zip(handlers, formatters, strict=True):
-            handler.setFormatter(formatter)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
@@ -18,9 +20,9 @@ from rollout_core.inference.base import ModelRef, generator_id
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
-from rollout_core.inference.runs import tally
+from rollout_core.inference.runs import FailureLimit, forget_tally, tally
 from rollout_core.inference.training_samples import FailedSamples, complete_batch
-from rollout_core.objects.records import Completions, PromptSet
+from rollout_core.objects.records import Completions, PromptSet, ShardCompletions
 from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections, events
@@ -29,6 +31,8 @@ from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage
 
 T = TypeVar("T")
+
+REFRESH_SECONDS = 0.5
 
 
 def model_here(model: ContentId) -> ModelRef:
@@ -157,3 +161,44 @@ def load_ahead(model: ContentId) -> None:
         stage_logger().warning("%s", error)
         return
     engines.load_ahead(found)
+
+
+class ShardsProgress:
+    """Shows how far a run's shards are, on whichever workers, until the block ends."""
+
+    def __init__(self, run_id: str, total: int, *, draws_bar: bool) -> None:
+        self._run_id, self._total, self._draws_bar = run_id, total, draws_bar
+        self._tally = tally(run_id)
+        self._stopped = threading.Event()
+        # In the flow run's context, to which artifacts and log lines belong.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._show), name="rollout-progress", daemon=True)
+
+    def __enter__(self) -> ShardsProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        forget_tally(self._run_id)
+
+    def of(self, shard: ContentId) -> Progress:
+        """How far a shard is; zeros before its worker reported."""
+        return self._tally.of(shard)
+
+    def finish(self, shard: ContentId, record: ShardCompletions, failures: FailureLimit) -> None:
+        """A shard's result is there, computed or cached. Raises Fatal where more samples have failed than may."""
+        tokens, count = self._tally.of(shard).tokens, record.num_samples
+        self._tally.note(shard, Progress(count, count, tokens, record.num_failed, record.first_failure))
+        failures.check(self._tally)
+
+    def _show(self) -> None:
+        speed = Speed()
+        with artifacts.ProgressBar("inference-progress", "Batch inference", draws_bar=self._draws_bar) as bar:
+            while not self._stopped.wait(REFRESH_SECONDS):
+                now = self._tally.total()
+                speed.note(time.monotonic(), now.done - self._tally.earlier, now.tokens)
+                failed = f"{now.failed:,} failed, " if now.failed else ""
+                bar.show(now.done, self._total, failed + speed.figures)
+            bar.end(self._tally.total().done, self._total)

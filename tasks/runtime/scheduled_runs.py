@@ -30,7 +30,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed
 
-from tasks.runtime import outage_logs
+from tasks.runtime import prefect_logs
 from tasks.runtime.journal import stage_logger
 
 SKIPPED = "Skipped"
@@ -123,6 +123,6 @@ def _renew(lease_id: UUID, lease_duration: float, ended: threading.Event) -> Non
             pause = RETRY_SECONDS
 
 
-outage_logs.shorten()
+prefect_logs.shorten()
 # Where the engine finds it, for every flow of this process.
 flow_engine.maintain_concurrency_lease = hold_place  # pyright: ignore[reportPrivateImportUsage]

@@ -43,10 +43,10 @@ def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypa
     monkeypatch.setattr(artifacts, "PROGRESS_INTERVAL_SECONDS", 0.0)
 
     def body(journal):
-        bar = artifacts.Progress("some-progress", "Some work")
-        for done in range(200):
-            bar.show(done, 200)
-        bar.end(150, 200)
+        with artifacts.ProgressBar("some-progress", "Some work") as bar:
+            for done in range(200):
+                bar.show(done, 200)
+            bar.end(150, 200)
         artifacts.table("some-figures", [{"loss": float("nan"), "step": 1}], "Figures")
         artifacts.table("Not A Key", [], "refused by Prefect")
         artifacts.curve("some-curve", [1.0, 2.0], title="Curve", x_label="step", y_label="loss")

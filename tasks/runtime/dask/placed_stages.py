@@ -18,7 +18,7 @@ from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from tasks.runtime import connections
-from tasks.runtime.placement import FanOut, RunsTasks, Submitted, placing
+from tasks.runtime.placement import FanOut, Fleet, RunsTasks, Submitted, local_fleet, placing
 from tasks.runtime.stage import Stage
 
 if TYPE_CHECKING:
@@ -38,6 +38,20 @@ def placed(config: Run, flow_run_id: str) -> Iterator[None]:
     with _Placement(config.placement, flow_run_id) as placement:
         with placing({kind: placement.place(kind) for kind in config.placement.kinds}):
             yield
+
+
+@contextmanager
+def open_fleet(workers: WorkersConfig, run_id: str) -> Iterator[Fleet]:
+    """The workers of a run that fans out, on this machine or a cluster, for the length of the block."""
+    if workers.dask is None:
+        with local_fleet(workers.count) as fleet:
+            yield fleet
+    else:
+        # Dask need not be installed for workers of this machine.
+        from tasks.runtime.dask.fleet import dask_fleet
+
+        with dask_fleet(workers, workers.dask, run_id) as fleet:
+            yield fleet
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from prefect._internal.concurrency import logger as services_logger, services
 from prefect._internal.observers import FlowRunCancellingObserver, FlowRunSuspendingObserver
 from prefect.events import Event, Resource
 
-from tasks.runtime import outage_logs, scheduled_runs as nights
-from tasks.runtime.outage_logs import OBSERVERS, OneLine
+from tasks.runtime import prefect_logs, scheduled_runs as nights
+from tasks.runtime.prefect_logs import OBSERVERS, OneLine
 
 
 def test_a_traceback_of_an_observer_is_a_line():
@@ -28,7 +28,7 @@ def test_a_traceback_of_an_observer_is_a_line():
 @pytest.mark.parametrize("kind", [FlowRunCancellingObserver, FlowRunSuspendingObserver])
 def test_an_observer_that_polls_ends_without_a_word(kind, caplog):
     """Prefect asks the task that it has cancelled for its exception, in a callback."""
-    assert nights.outage_logs is outage_logs  # which every flow imports
+    assert nights.prefect_logs is prefect_logs  # which every flow imports
     observer = kind(lambda run: None)
 
     async def end_polling() -> None:
@@ -44,7 +44,7 @@ def test_an_observer_that_polls_ends_without_a_word(kind, caplog):
 
 
 def test_other_errors_of_callbacks_are_told(caplog):
-    outage_logs.shorten()
+    prefect_logs.shorten()
 
     async def fail() -> None:
         asyncio.get_running_loop().call_soon(int, "no number")
@@ -56,8 +56,8 @@ def test_other_errors_of_callbacks_are_told(caplog):
 
 def test_an_event_that_waits_for_the_server_is_a_short_warning():
     """The record as Prefect's service makes it, by the filters of its logger."""
-    assert f'"{outage_logs._UNSENT}"' in inspect.getsource(services)
-    outage_logs.shorten()
+    assert f'"{prefect_logs._UNSENT}"' in inspect.getsource(services)
+    prefect_logs.shorten()
     event = Event(event="prefect.task-run.Completed", resource=Resource({"prefect.resource.id": "x" * 3000}))
     record = services_logger.makeRecord(
         services_logger.name, logging.ERROR, "services.py", 1,
