@@ -16,8 +16,8 @@ from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.processes import Limits
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentSource
-from rollout_core.rewards.source_ids import file_code, read_code
-from rollout_core.rewards.user_code import UserCode, importable, load_module
+from rollout_core.rewards.source_ids import file_code
+from rollout_core.rewards.user_code import UserCode, importable, load_module, read_code
 
 
 @dataclass(frozen=True)

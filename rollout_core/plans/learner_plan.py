@@ -66,8 +66,8 @@ from rollout_core.plans.resources import (
     stored_of,
     training_of,
 )
+from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
-from rollout_core.rewards.user_code import CallForm
 from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:

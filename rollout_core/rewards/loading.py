@@ -27,6 +27,7 @@ from rollout_core.config.rewards import (
     compile_expression,
     plain_rewards,
 )
+from rollout_core.rewards.call_forms import CallForm, load_function
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
     RewardFunction,
@@ -39,8 +40,8 @@ from rollout_core.rewards.scoring import (
     places,
     whole_batch,
 )
-from rollout_core.rewards.source_ids import RewardSource, imports, read_source
-from rollout_core.rewards.user_code import CallForm, SourceFile, UserCode, importable, load_function
+from rollout_core.rewards.source_ids import RewardSource, read_source
+from rollout_core.rewards.user_code import SourceFile, UserCode, importable, imports
 
 log = logging.getLogger(__name__)
 

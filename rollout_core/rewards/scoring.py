@@ -17,7 +17,8 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, as_cause, in_words, near, shown
-from rollout_core.rewards.user_code import TRAINER_STATE, CallForm, UserCode, importable, load_function
+from rollout_core.rewards.call_forms import TRAINER_STATE, CallForm, load_function
+from rollout_core.rewards.user_code import UserCode, importable
 
 CONCURRENT_CALLS = 64
 """Of an async reward that takes one sample: so many samples of a batch are waited for at the same time."""

@@ -1,31 +1,31 @@
-"""A user's own code as it was read: its files, where they may lie, modules made of them, and the reward function in
-one, checked so that what is wrong with it is known before any work.
+"""A user's own code, of a reward or an agent: which files it is made of, read once without running any, and modules
+made of what was read.
 
-What was read (by `rollout_core.rewards.source_ids`) is what counts in ids and what is run, however the files change
-meanwhile. Imports little, as each process that runs such code starts with it.
+What was read is what counts in ids and what is run, however the files change meanwhile. Imports little, as each process
+that runs such code starts with it.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import rollout_core
-from rollout_core.base.errors import ConfigError, in_words, near, shown
+from rollout_core.base.errors import ConfigError, in_words, near
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,187 @@ def is_users(file: Path, folders: Iterable[str]) -> bool:
         return False
     places = (Path(folder).resolve() for folder in folders)
     return any(place.is_relative_to(folder) for folder in places if not is_installed(folder))
+
+
+def read_code(name: str, base: Path | None, *, what: str = "reward") -> UserCode:
+    """Read the code of the function ``name``; relative files and modules start at ``base`` (default: the working
+    directory). Raises ConfigError where there is none; ``what`` it is, for messages.
+
+    Only the user's own code counts as imported: what lies in a folder of Python's search path outside its installation,
+    next to the file, or under ``base``. The standard library's names are its own. Imports that are computed at run time
+    are not seen; `importable` refuses those of the user's own files.
+    """
+    folder = (base or Path()).resolve()
+    source = name.rpartition(":")[0]
+    main = _file(source, base, what) if source.endswith(".py") else _module(source, folder, what)
+    if main is None:
+        return UserCode(name, None, {}, (str(folder),), what)
+    file = SourceFile(main.resolve(), _read(main), main.name == "__init__.py")
+    folders = _users_folders(file.path, folder)
+    package, root = _package_of(file.path)
+    imported = {} if source.endswith(".py") else _parents(source, [folder, *folders])
+    _add_imported(imported, (file, package), list(dict.fromkeys([*folders, root])))
+    imported.pop(source, None)
+    own_folder = [str(file.path.parent)] if source.endswith(".py") else []
+    return UserCode(name, file, imported, tuple(dict.fromkeys([*own_folder, str(folder)])), what)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"file {path} cannot be read: {error.strerror}") from error
+
+
+def _file(source: str, base: Path | None, what: str) -> Path:
+    path = (base or Path()) / source
+    if not path.is_file():
+        found = {file.name for file in path.parent.glob("*.py")}
+        raise ConfigError(f"{what} file {path} does not exist; {near(path.name, found)}")
+    return path
+
+
+_REMEDY = "install it, run from the folder that holds it, or name its file: path/to/file.py:function"
+
+
+def _module(name: str, base: Path, what: str) -> Path | None:
+    """The module's source file; None for one without. Nothing is imported, not even packages that the name leads
+    through: what they do to their search path when they are does not count."""
+    importlib.invalidate_caches()
+    first, *parts = name.split(".")
+    spec = None if first in sys.stdlib_module_names else importlib.machinery.PathFinder.find_spec(first, [str(base)])
+    spec = spec or _find_spec(first, None)
+    for count in range(1, len(parts) + 1):
+        inside = spec and spec.submodule_search_locations
+        spec = _find_spec(".".join([first, *parts[:count]]), list(inside)) if inside else None
+    if spec is None:
+        raise ConfigError(f"{what} module {name} cannot be found; {_REMEDY}")
+    return Path(spec.origin) if spec.has_location and spec.origin else None
+
+
+def _find_spec(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _users_folders(file: Path, base: Path) -> list[Path]:
+    places = [place for place in (Path(entry).resolve() for entry in sys.path) if not is_installed(place)]
+    return [place for place in dict.fromkeys([file.parent, base, *places]) if place.is_dir()]
+
+
+def _parents(module: str, folders: list[Path]) -> dict[str, SourceFile]:
+    """The user's packages that a dotted name leads through, which are run before it is."""
+    parts = module.split(".")[:-1]
+    names = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return {name: file for name in names if (file := _find(name, folders)) is not None}
+
+
+def _add_imported(found: dict[str, SourceFile], first: tuple[SourceFile, str], folders: list[Path]) -> None:
+    waiting = [first, *((file, _inside(name, file)) for name, file in found.items())]
+    while waiting:
+        file, package = waiting.pop()
+        for name in _with_exported(_imported_names(file.code, package), found):
+            if name in found:
+                continue
+            imported = _find(name, folders)
+            if imported is not None:
+                found[name] = imported
+                waiting.append((imported, _inside(name, imported)))
+
+
+def _with_exported(names: Iterable[str], found: Mapping[str, SourceFile]) -> Iterator[str]:
+    """``names``; in place of ``package.*``, whose package comes before it, the modules which that imports."""
+    for name in names:
+        package, star, _ = name.partition(".*")
+        if not star:
+            yield name
+        elif package in found and found[package].is_package:
+            yield from (f"{package}.{module}" for module in _exported(found[package]))
+
+
+def _exported(package: SourceFile) -> list[str]:
+    """What ``__all__`` lists; where it is computed, all modules that there are."""
+    tree = _parsed(package.code)
+    if tree is None:
+        return []
+    values = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and "__all__" in _assigned(node)
+    ]
+    mentions = sum(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(tree))
+    listed = [value.elts for value in values if isinstance(value, ast.List | ast.Tuple)]
+    items = [item.value if isinstance(item, ast.Constant) else None for items in listed for item in items]
+    if mentions == len(values) == len(listed) and None not in items:
+        return [str(item) for item in items]
+    folder = package.path.parent
+    return sorted({file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/*.py")})
+
+
+def _assigned(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _inside(name: str, file: SourceFile) -> str:
+    """The package in which a module's relative imports start."""
+    return name if file.is_package else name.rpartition(".")[0]
+
+
+def _find(name: str, folders: Iterable[Path]) -> SourceFile | None:
+    first = name.partition(".")[0]
+    if first in sys.stdlib_module_names:
+        return None
+    for folder in folders:
+        if folder == PROJECT and first in OWN_PACKAGES:
+            continue
+        stem = folder.joinpath(*name.split("."))
+        for path, is_package in ((stem / "__init__.py", True), (stem.with_suffix(".py"), False)):
+            if path.is_file():
+                return SourceFile(path, _read(path), is_package)
+    return None
+
+
+def _package_of(file: Path) -> tuple[str, Path]:
+    """Dotted name of the package that a file lies in, "" for none, and the folder where that name starts."""
+    names: list[str] = []
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(names), folder
+
+
+def _parsed(code: bytes) -> ast.Module | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # said in full when it is loaded
+
+
+def imports(code: bytes, module: str) -> bool:
+    """Whether an import statement of ``code`` names ``module``, or what lies in it."""
+    return module in _imported_names(code, "")
+
+
+def _imported_names(code: bytes, package: str) -> Iterator[str]:
+    """Dotted names that the code of a module of ``package`` imports, each after the packages it lies in; ``name.*`` for
+    all that ``name`` exports."""
+    tree = _parsed(code)
+    for node in ast.walk(tree) if tree else ():
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*filter(None, parents), *filter(None, [node.module])])
+            names = [origin, *(f"{origin}.{alias.name}".lstrip(".") for alias in node.names)]
+        for name in filter(None, names):
+            parts = name.split(".")
+            yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
 @contextmanager
@@ -295,118 +476,3 @@ def _refuse_foreign_module(code: UserCode, name: str, module: Any) -> None:
             f"{code.what} {code.callable} imports {name} from {code.imported[name].path}, but {place} is loaded under "
             "that name already; rename the file"
         )
-
-
-GIVEN_COLUMNS = ("prompts", "completions", "completion_ids")
-"""That every sample has, under the names of TRL's reward functions. A parameter of such a name tells TRL's form."""
-TRAINER_STATE = "trainer_state"
-"""TRL's state of its trainer, which there is none of here: None for a function that must be given it."""
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """How a reward function wants to be called, which its signature tells."""
-
-    takes: Literal["sample", "samples", "columns"] = "sample"
-    """One sample; the list of them, under ``batch_reward``; or TRL's columns, a list of all samples each."""
-    columns: tuple[str, ...] = ()
-    """Names of the columns it has parameters for, where it takes columns."""
-    required: tuple[str, ...] = ()
-    """Those of them that only rows can give."""
-    takes_any: bool = False
-    """Whether it takes every other column, too (``**kwargs``)."""
-    is_async: bool = False
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether one call is about all samples."""
-        return self.takes != "sample"
-
-    @property
-    def in_words(self) -> str:
-        """For people."""
-        if self.takes == "columns":
-            columns = [name for name in self.columns if name != TRAINER_STATE]
-            names = ", ".join([*columns, *(["every other key of the rows"] if self.takes_any else [])])
-            called = f"TRL's form: called with lists over all samples of {names}"
-        else:
-            called = "called with one sample" if self.takes == "sample" else "called with the list of all samples"
-        return f"{called}, awaited" if self.is_async else called
-
-    def document(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> CallForm:
-        """Inverse of `document`."""
-        lists = {name: tuple(document[name]) for name in ("columns", "required")}
-        return cls(**{**document, **lists})
-
-
-def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> tuple[Any, CallForm]:
-    """The function that ``code.callable`` names, and how it is called; inside `importable`. Raises ConfigError."""
-    name = code.callable
-    function = _attribute(load_module(code), name.rpartition(":")[2], name)
-    return function, _form_of(function, name, kwargs)
-
-
-def _form_of(function: Any, name: str, kwargs: Mapping[str, Any]) -> CallForm:
-    """Raises ConfigError unless ``function`` can be called in one of the forms, and with ``kwargs``."""
-    if not callable(function) or inspect.isclass(function):
-        raise ConfigError(
-            f"reward {name} is of type {type(function).__name__}; expected a function that returns a number"
-        )
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    is_batched = bool(getattr(function, "batch_reward", False))
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return CallForm("samples" if is_batched else "sample", is_async=is_async)  # some built-ins have none
-    given: dict[str, Any]
-    parameters = signature.parameters.values()
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    wanted = {each.name for each in parameters if takes_any or each.default is inspect.Parameter.empty}
-    if not is_batched and wanted & set(GIVEN_COLUMNS):
-        form = _columns_form(signature, kwargs, is_async)
-        called, given = list(form.columns), dict.fromkeys(form.columns)
-        arguments: tuple[Any, ...] = ()
-    else:
-        form = CallForm("samples" if is_batched else "sample", is_async=is_async)
-        called, given, arguments = [form.takes], {}, (None,)
-    try:
-        signature.bind(*arguments, **given, **kwargs)
-    except TypeError as error:
-        called += [f"{key}={shown(value)}" for key, value in kwargs.items()]
-        raise ConfigError(
-            f"reward {name} has the signature {signature}, but is called with ({', '.join(called)}): {error}; expected "
-            "(sample), (samples) under batch_reward, or TRL's (prompts, completions, **kwargs)"
-        ) from None
-    return form
-
-
-def _columns_form(signature: inspect.Signature, kwargs: Mapping[str, Any], is_async: bool) -> CallForm:
-    named = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name not in kwargs
-    ]
-    known = {*GIVEN_COLUMNS, TRAINER_STATE}
-    columns = [each.name for each in named if each.name != TRAINER_STATE or each.default is each.empty]
-    return CallForm(
-        takes="columns",
-        columns=tuple(columns),
-        required=tuple(each.name for each in named if each.default is each.empty and each.name not in known),
-        takes_any=any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()),
-        is_async=is_async,
-    )
-
-
-def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            found = [key for key in dir(value) if not key.startswith("_") and callable(getattr(value, key, None))]
-            raise ConfigError(f"reward {name}: there is no {part!r}; {near(part, found)}")
-        value = getattr(value, part)
-    return value
