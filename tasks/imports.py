@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo, StoredDataset
+from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
-from rollout_core.data.dataset_sources import import_dataset, read_dataset, source_of_rows
+from rollout_core.data.dataset_sources import import_dataset, read_dataset, record_origin
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
 from rollout_core.models.locating import import_model as file_model, is_gguf, known_model, locate_model
-from rollout_core.objects.addresses import complete_object_id
-from rollout_core.objects.imports import record_import
-from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.records import Dataset, Model
 from rollout_core.objects.snapshots import find_start
 from tasks.runtime import connections
@@ -99,11 +96,5 @@ def _import(source: DatasetSource, model: type[Row]) -> Dataset:
         dataset = import_dataset(objects, rows)
     for remark in rows.remarks():
         stage_logger().info("rows of %s: %s", source.address, remark)
-    if isinstance(source, StoredDataset):
-        stored = complete_object_id(objects, source.id)
-        if stored != dataset.data:
-            record_derivation(objects, "read_rows", {"rows": stored}, (dataset.data,))
-    else:
-        found = source_of_rows(source, base, rows.commit, objects.size(dataset.data))
-        record_import(objects, dataset.data, found)
+    record_origin(objects, dataset, source, base, rows.commit)
     return dataset

@@ -71,7 +71,8 @@ from rollout_core.objects.addresses import (
 )
 from rollout_core.objects.buckets import READ_BYTES, RemoteFiles
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.imports import SHOWN_FILES, Source, source_of_files
+from rollout_core.objects.imports import SHOWN_FILES, Source, record_import, source_of_files
+from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.records import Dataset
 from rollout_core.objects.trees import expected, hash_file
 
@@ -182,6 +183,17 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
     data = objects.put_stream(lines())
     return Dataset(data=data, num_rows=num_rows)
+
+
+def record_origin(
+    objects: ObjectStore, dataset: Dataset, source: DatasetSource, base: Path, commit: str | None
+) -> None:
+    """Note where the rows of a data set came from. ``commit``: of the repository on the hub, where one was read."""
+    if not isinstance(source, StoredDataset):
+        found = source_of_rows(source, base, commit, objects.size(dataset.data))
+        record_import(objects, dataset.data, found)
+    elif (stored := complete_object_id(objects, source.id)) != dataset.data:
+        record_derivation(objects, "read_rows", {"rows": stored}, (dataset.data,))
 
 
 def source_of_rows(
