@@ -155,7 +155,7 @@ def _until_closed(pipe: Connection) -> None:
 
 def run_proxy(pipe: Connection, upstream_port: int, database: str | None, spares_collector: bool) -> None:
     """A process's work: a proxy, whose recorded calls are counted at the end."""
-    from rollout_core.agents.proxy.server import LLMProxy
+    from rollout_core.agents.proxy.proxy_server import LLMProxy
     from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream as ProxyUpstream
     from rollout_core.store import InMemoryLightningStore, SqlLightningStore
     from rollout_core.web.listening import tune_gc

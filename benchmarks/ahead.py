@@ -158,7 +158,7 @@ snapshots = {{ every_steps = 100 }}
 def outcome_of(name: str) -> Outcome:
     """What the record of the run says."""
     from rollout_core.objects import ObjectStore
-    from rollout_core.runs.records import RunRecords
+    from rollout_core.runs.run_records import RunRecords
 
     records = RunRecords(ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"]))
     head, detail = records.detail(records.find(name))

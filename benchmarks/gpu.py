@@ -26,7 +26,7 @@ from typing import Any
 from harness import Figures
 from memory import rows_of, watched
 
-from rollout_core.plans.resources import estimate_memory, readable, training_of
+from rollout_core.plans.memory_and_disk import estimate_memory, readable, training_of
 
 SECONDS = 480
 """For all cases; one that would begin later is left out."""
@@ -221,7 +221,7 @@ def parity(folder: Path, device: str) -> dict[str, str]:
     from rollout_core.base.ids import hash_bytes
     from rollout_core.config import SamplingParams, TransformersBackend, VLLMBackend
     from rollout_core.data.packing import pack_completions
-    from rollout_core.inference.base import ModelRef, Request
+    from rollout_core.inference.backend import ModelRef, Request
     from rollout_core.inference.engines import build_backend
     from rollout_core.models.pretrained import load_causal_lm
 

@@ -43,7 +43,7 @@ def asked_of(tokenizer: Any) -> list[Any]:
     from examples.real.make import make_sums
     from rollout_core.base.ids import content_id, seed_of
     from rollout_core.config import SamplingParams
-    from rollout_core.inference.base import Request
+    from rollout_core.inference.backend import Request
 
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
     texts = [f"You are a helpful assistant. What is {text}?" for text, _ in make_sums(PROMPTS, random.Random(0))]
@@ -71,7 +71,7 @@ def main() -> None:
         from rollout_core.base.ids import content_id
         from rollout_core.config import VLLMBackend
         from rollout_core.data.samples import encode_completion
-        from rollout_core.inference.base import ModelRef
+        from rollout_core.inference.backend import ModelRef
         from rollout_core.inference.vllm_backend import VLLMEngine
         from rollout_core.models.pretrained import load_tokenizer
 

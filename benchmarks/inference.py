@@ -90,7 +90,7 @@ class Benchmark:
     def __init__(self) -> None:
         from rollout_core.config import InputGlob, ModelSource, VLLMBackend
         from rollout_core.data.dataset_sources import open_prompts
-        from rollout_core.inference.base import ModelRef
+        from rollout_core.inference.backend import ModelRef
         from rollout_core.models.locating import import_model
         from rollout_core.models.pretrained import load_tokenizer
         from tasks.runtime import connections

@@ -29,7 +29,7 @@ from harness import Figures
 from rich.console import Console
 from rich.table import Table
 
-from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes, training_of
+from rollout_core.plans.memory_and_disk import Training, estimate_memory, readable, state_bytes, training_of
 
 ROWS, TOKENS, STEPS = 4, 256, 3
 MEASURED = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}

@@ -94,7 +94,7 @@ def tokens_a_second(folder: Path) -> float:
     from examples.make_tiny import make_model
     from rollout_core.base.ids import hash_bytes
     from rollout_core.config import SamplingParams, VLLMBackend
-    from rollout_core.inference.base import ModelRef, Request
+    from rollout_core.inference.backend import ModelRef, Request
     from rollout_core.inference.vllm_backend import VLLMEngine
 
     make_model(folder / "model")

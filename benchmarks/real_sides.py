@@ -203,7 +203,7 @@ def rate(arguments: argparse.Namespace, generate: Callable[[list[list[int]]], in
 def batch(arguments: argparse.Namespace) -> dict[str, Any]:
     from rollout_core.base.ids import hash_bytes
     from rollout_core.config import SamplingParams, VLLMBackend
-    from rollout_core.inference.base import ModelRef, Request
+    from rollout_core.inference.backend import ModelRef, Request
     from rollout_core.inference.engines import build_backend
 
     config = VLLMBackend(

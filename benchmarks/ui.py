@@ -34,7 +34,7 @@ from rollout_core.agents.emitters import reward_attributes
 from rollout_core.base.ids import content_id
 from rollout_core.data.samples import Completion, encode_completion
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
+from rollout_core.runs.run_records import MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
 from rollout_core.store import Span, SqlLightningStore
 from rollout_core.store.semconv import AGL_ANNOTATION
 from rollout_core.store.types import AttemptUpdate, EnqueueRolloutRequest

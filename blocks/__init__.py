@@ -21,7 +21,7 @@ from rollout_core.base.errors import ConfigError, MissingObject, Recoverable
 from rollout_core.base.secret_sources import add_source, block_name
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import RESULT_REFS
-from rollout_core.objects.retention.leases import renew_ref
+from rollout_core.objects.retention.run_leases import renew_ref
 from rollout_core.store import SqlLightningStore
 
 __all__ = ["ContentAddressedStorage", "RolloutDatabase"]

@@ -35,7 +35,7 @@ from rollout_core.config.cloud import PROVIDER_OF_SCHEME, parse_cloud, use_cloud
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.objects.files import CHUNK_BYTES, storage_faults
-from rollout_core.store.bridge.running import look_at_queue
+from rollout_core.store.bridge.bridge_program import look_at_queue
 from tasks.runtime.prefect_server import object_store
 
 Provider = Literal["local", "aws", "gcp"]

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from uuid import uuid4
 
 from rollout_core.base.stopping import in_thread
-from rollout_core.store.sql.leases import Lease, LeaseBook
+from rollout_core.store.sql.row_leases import Lease, LeaseBook
 from tasks.runtime.connections import open_store
 
 log = logging.getLogger(__name__)

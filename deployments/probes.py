@@ -32,8 +32,8 @@ from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password, without_passwords
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.buckets import RemoteFiles
-from rollout_core.runs.records import RunRecords, silent_seconds
-from rollout_core.store.connections import Connections, plain_connections
+from rollout_core.runs.run_records import RunRecords, silent_seconds
+from rollout_core.store.reachable import Connections, plain_connections
 from rollout_core.store.sql.by_url import count_all
 from tasks.runtime.prefect_server import PREFECT_HOME, connections, running_server
 

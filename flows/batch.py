@@ -13,9 +13,7 @@ from prefect.runtime import flow_run
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig
-from rollout_core.inference.engines import close_engine
-from rollout_core.inference.folders import output_folder
-from rollout_core.inference.runs import (
+from rollout_core.inference.batch_runs import (
     FailureLimit,
     begin_run,
     closing_figures,
@@ -24,6 +22,8 @@ from rollout_core.inference.runs import (
     resolve_run_id,
     work_of,
 )
+from rollout_core.inference.engines import close_engine
+from rollout_core.inference.folders import output_folder
 from rollout_core.inference.shards import shards_of
 from rollout_core.objects.records import PromptShards, ShardCompletions
 from rollout_core.plans.batch_plan import plan_batch

@@ -14,7 +14,7 @@ from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.inference.ledger import named_by_database
 from rollout_core.objects.local_trees import evict_local_trees
-from rollout_core.objects.retention.housekeeping import Cleaned, clean
+from rollout_core.objects.retention.rounds import Cleaned, clean
 from rollout_core.promotion.history import histories
 from tasks.runtime.connections import AGENT_LOGS, cache_folder, current_connections, lock_folder, objects
 from tasks.runtime.journal import stage_logger

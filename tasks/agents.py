@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_core.agents.adapters.ended import ended_rollouts, look_up
-from rollout_core.agents.adapters.samples import adapt_ended
-from rollout_core.agents.adapters.tokens import SampleForm
+from rollout_core.agents.adapters.span_samples import adapt_ended
+from rollout_core.agents.adapters.token_sequences import SampleForm
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.session import POLICY, Sessions, Setting
 from rollout_core.agents.task_rollouts import enqueue, file_rollouts, template_of, what_decides
@@ -24,7 +24,7 @@ from rollout_core.config import (
     TrainAgentConfig,
     TunePromptConfig,
 )
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Checkpoint, Experience
 from rollout_core.objects.retention.unstored import local_model

@@ -10,9 +10,9 @@ from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
 from rollout_core.data.dataset_sources import open_prompts
+from rollout_core.inference.batch_runs import EventLog, FailureLimit, ShardReport
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import write_shards
-from rollout_core.inference.runs import EventLog, FailureLimit, ShardReport
 from rollout_core.inference.shards import (
     ShardWork,
     assist_shard,

@@ -9,8 +9,8 @@ from typing import TypeVar
 import openai
 from openai import AsyncOpenAI
 
+from rollout_core.agents.adapters.chat_messages import TraceToMessages
 from rollout_core.agents.adapters.ended import as_they_were, ended_rollouts, read_rollouts
-from rollout_core.agents.adapters.messages import TraceToMessages
 from rollout_core.agents.apo import Experience, PromptWriter, read_source
 from rollout_core.agents.task_rollouts import template_of
 from rollout_core.base.errors import ConfigError, Recoverable, in_words
@@ -18,7 +18,7 @@ from rollout_core.base.ids import content_id
 from rollout_core.base.settings import Redaction, require_secret
 from rollout_core.base.stopping import run_async
 from rollout_core.config import CriticConfig, TemplateSource
-from rollout_core.objects.imports import record_import, source_of_files
+from rollout_core.objects.origins import record_import, source_of_files
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, BlobId, Record
 from tasks.runtime import artifacts, connections
 from tasks.runtime.journal import stage_logger

@@ -69,7 +69,7 @@ class House:
 
 
 def room_of(module: str) -> str:
-    """``rollout_core.store`` of ``rollout_core.store.sql.queue``, ``flows`` of ``flows.train``, ``flows.cli`` of
+    """``rollout_core.store`` of ``rollout_core.store.sql.sql_queue``, ``flows`` of ``flows.train``, ``flows.cli`` of
     ``flows.cli.plan``."""
     parts = module.split(".")
     inner = ".".join(parts[:2])

@@ -39,7 +39,7 @@ INSIDE_FUNCTIONS = {
     "flows.cli.train": "a dry run first has another process begin to import torch",
     "tasks.runtime.prefect_server": "commands that need no server do without Prefect",
     "tasks.runtime.dask.placed_stages": "Dask is an extra",
-    "rollout_core.agents.fleet": "Dask is an extra",
+    "rollout_core.agents.runner_fleet": "Dask is an extra",
     "rollout_core.base.isolation.warden": "a child that meets no error starts without it",
     "rollout_core.inference.engine_process": "imports vLLM, in the engine's own process only",
     "rollout_core.inference.engines": "each backend has libraries of its own, some of them extras",
@@ -51,7 +51,7 @@ INSIDE_FUNCTIONS = {
     "rollout_core.plans.plan": "only a plan with an endpoint asks one",
     "rollout_core.rewards.loading": "imports torch, for reward models only",
     "rollout_core.rewards.user_code": "a child starts without it",
-    "rollout_core.store.bridge.running": "each cloud's client is an extra",
+    "rollout_core.store.bridge.bridge_program": "each cloud's client is an extra",
     "rollout_core.store.sql.by_url": "PostgreSQL's driver is an extra",
     "tasks.score": "imports torch, for the KL divergence only",
 }

@@ -9,7 +9,7 @@ import typer
 from deployments.ui.mounted import PAGES
 from flows.cli.common import Debug, one_line_errors
 from flows.cli.storage import DatabaseURL
-from rollout_core.store.http.serve import ServeSettings, serve
+from rollout_core.store.http.program import ServeSettings, serve
 
 
 def store_serve(

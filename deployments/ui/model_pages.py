@@ -18,9 +18,9 @@ from deployments.ui.pages import Pages
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import imports_behind
 from rollout_core.objects.lineage import trace_descendants, trace_lineage
 from rollout_core.objects.lineage_graph import LineageGraph, as_mermaid, as_svg, lineage_graph
+from rollout_core.objects.origins import imports_behind
 from rollout_core.objects.trees import TreeManifest
 from rollout_core.promotion.history import Entry, history_of, resources_with_history, served_model
 

@@ -24,7 +24,7 @@ from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.processes import size_text
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage_graph import STYLE as LINEAGE_STYLE
-from rollout_core.runs.records import RunRecords, next_step, state_in_words, work_in_words
+from rollout_core.runs.run_records import RunRecords, next_step, state_in_words, work_in_words
 from rollout_core.store import LightningStore
 
 _FOLDER = Path(__file__).parent

@@ -24,7 +24,7 @@ from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.runs.browsing import SampleBrowser, SampleFile, sample_lists
-from rollout_core.runs.records import RunHead
+from rollout_core.runs.run_records import RunHead
 from rollout_core.store import AttemptedRollout, LightningStore, PaginatedResult, Rollout, Span
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD

@@ -21,7 +21,7 @@ from deployments.ui.pages import Pages, link_of, number_of
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.runs.browsing import sample_lists
 from rollout_core.runs.figures import REWARD, Curve, curves_of
-from rollout_core.runs.records import (
+from rollout_core.runs.run_records import (
     SHOWN_STATES,
     RunDetail,
     RunHead,
@@ -31,7 +31,7 @@ from rollout_core.runs.records import (
     shown_seconds,
     shown_state,
 )
-from rollout_core.runs.samples import Pair, SampleRow, SampleSet, compare_held_out, read_set
+from rollout_core.runs.run_samples import Pair, SampleRow, SampleSet, compare_held_out, read_set
 
 PAGE = 50
 """Runs on a page."""

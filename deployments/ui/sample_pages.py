@@ -24,7 +24,7 @@ from rollout_core.runs.browsing import (
     sample_lists,
 )
 from rollout_core.runs.learned import LEVELS, Learned, learned_from
-from rollout_core.runs.records import RunDetail, RunHead
+from rollout_core.runs.run_records import RunDetail, RunHead
 from rollout_core.runs.tokens import Token, TokenTexts
 
 PAGE = 50

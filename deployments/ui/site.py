@@ -19,7 +19,7 @@ from deployments.ui.pages import Pages, Sources, create_app
 from rollout_core.base.errors import RolloutError
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.browsing import SampleBrowser
-from rollout_core.runs.records import RunRecords
+from rollout_core.runs.run_records import RunRecords
 from rollout_core.store import LightningStore, SqlLightningStore
 from rollout_core.store.http.app import serving
 from rollout_core.web.listening import MainServer, listen, require_key, url_of, uvicorn_config

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from deployments.ui.pages import Pages
 from rollout_core.inference.ledger import is_gone
-from rollout_core.objects.retention.leases import live_leases
+from rollout_core.objects.retention.run_leases import live_leases
 from rollout_core.objects.retention.usage import measure
 from rollout_core.store.types import RolloutStatus, Worker
 

@@ -13,7 +13,7 @@ from rollout_core.agents.adapters.ended import made_of
 from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.connections import Connections, plain_connections
+from rollout_core.store.reachable import Connections, plain_connections
 from tasks.runtime.prefect_server import connections
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.common import Debug, one_line_errors
-from rollout_core.agents import running
+from rollout_core.agents import agent_calls as running
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.worker import WorkOrder, serve
 from rollout_core.base.errors import ConfigError

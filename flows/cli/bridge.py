@@ -13,7 +13,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.queue_settings import queue_settings
 from rollout_core.config.base import read_toml
 from rollout_core.config.cloud import take_cloud
-from rollout_core.store.bridge.running import bridge_forever
+from rollout_core.store.bridge.bridge_program import bridge_forever
 
 BRIDGE_WAIT_SECONDS = 300.0
 """After a start of a machine others, with queue and store, start as well."""

@@ -19,7 +19,7 @@ from rollout_core.config.base import parse_config, read_toml
 from rollout_core.config.retention import Retention
 from rollout_core.inference.ledger import named_by_database
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.retention.housekeeping import clean
+from rollout_core.objects.retention.rounds import clean
 from rollout_core.objects.retention.usage import measure
 from rollout_core.promotion.history import histories
 from tasks.runtime.prefect_server import object_store, storage_and_database

@@ -14,8 +14,8 @@ from flows.cli.results import RunName, add_row, as_json_text, print_curves, prin
 from flows.cli.storage import StoragePath
 from rollout_core.base.errors import NotFound
 from rollout_core.runs.figures import curves_of
-from rollout_core.runs.records import RunRecords, differences
-from rollout_core.runs.samples import HeldOut, compare_held_out
+from rollout_core.runs.run_records import RunRecords, differences
+from rollout_core.runs.run_samples import HeldOut, compare_held_out
 from tasks.runtime.prefect_server import object_store
 
 

@@ -16,9 +16,9 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_input_id, complete_lineage_id, is_short_id
-from rollout_core.objects.imports import Imported, ids_at, imports_behind
 from rollout_core.objects.lineage import Lineage, trace_descendants, trace_lineage
 from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
+from rollout_core.objects.origins import Imported, ids_at, imports_behind
 from tasks.runtime.prefect_server import object_store
 
 if TYPE_CHECKING:

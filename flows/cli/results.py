@@ -16,7 +16,7 @@ import typer
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import RunRecords
+from rollout_core.runs.run_records import RunRecords
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,7 +13,7 @@ from flows.cli.common import AsJson, Debug, one_line_errors
 from flows.cli.results import add_row, duration, print_table
 from flows.cli.storage import StoragePath
 from rollout_core.base.errors import ConfigError
-from rollout_core.runs.records import (
+from rollout_core.runs.run_records import (
     SHOWN_STATES,
     RunHead,
     RunRecords,

@@ -13,7 +13,7 @@ from flows.cli.common import Debug, one_line_errors
 from flows.cli.results import RunName, shortened, visible
 from flows.cli.storage import StoragePath
 from rollout_core.runs.browsing import SampleBrowser, SampleView, Search, find_list, sample_lists
-from rollout_core.runs.records import RunRecords
+from rollout_core.runs.run_records import RunRecords
 from rollout_core.runs.tokens import TokenTexts
 from tasks.runtime.prefect_server import object_store
 

@@ -11,7 +11,7 @@ from flows.cli.common import AsJson, Debug, one_line_errors
 from flows.cli.results import RunName, add_row, as_json_text, duration, print_curves, print_table, visible
 from flows.cli.storage import StoragePath
 from rollout_core.runs.figures import curves_of
-from rollout_core.runs.records import (
+from rollout_core.runs.run_records import (
     RunDetail,
     RunHead,
     RunRecords,

@@ -12,7 +12,7 @@ from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
 from flows.cli.results import RunName, visible
 from flows.cli.storage import StoragePath
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import RunHead, RunRecords, runs_under_way, shown_state
+from rollout_core.runs.run_records import RunHead, RunRecords, runs_under_way, shown_state
 from tasks.runtime.prefect_server import object_store
 
 POLL_SECONDS = 2.0

@@ -1,7 +1,11 @@
-from .adapters.base import (
+from .adapters.adapter import (
     Adapter as Adapter,
     TraceAdapter as TraceAdapter,
     Triplet as Triplet,
+)
+from .adapters.chat_messages import (
+    OpenAIMessages as OpenAIMessages,
+    TraceToMessages as TraceToMessages,
 )
 from .adapters.credit import (
     RewardMatchPolicy as RewardMatchPolicy,
@@ -10,15 +14,11 @@ from .adapters.drawing import (
     draw_trace as draw_trace,
     trace_lines as trace_lines,
 )
-from .adapters.messages import (
-    OpenAIMessages as OpenAIMessages,
-    TraceToMessages as TraceToMessages,
-)
-from .adapters.samples import (
+from .adapters.span_samples import (
     adapt_rollouts as adapt_rollouts,
     agent_samples as agent_samples,
 )
-from .adapters.tokens import (
+from .adapters.token_sequences import (
     TokenTrajectory as TokenTrajectory,
     TokenTurn as TokenTurn,
     token_turns as token_turns,
@@ -32,13 +32,8 @@ from .adapters.triplets import (
     LlmProxyTraceToTriplet as LlmProxyTraceToTriplet,
     TracerTraceToTriplet as TracerTraceToTriplet,
 )
-from .agent import (
-    FunctionalLitAgent as FunctionalLitAgent,
-    LitAgent as LitAgent,
-    RolloutRawResult as RolloutRawResult,
-    llm_rollout as llm_rollout,
-    prompt_rollout as prompt_rollout,
-    rollout as rollout,
+from .agent_calls import (
+    ExecutionEvent as ExecutionEvent,
 )
 from .algorithm import (
     Algorithm as Algorithm,
@@ -92,10 +87,18 @@ from .links import (
     make_tag_attributes as make_tag_attributes,
     query_linked_spans as query_linked_spans,
 )
-from .online import (
+from .lit_agent import (
+    FunctionalLitAgent as FunctionalLitAgent,
+    LitAgent as LitAgent,
+    RolloutRawResult as RolloutRawResult,
+    llm_rollout as llm_rollout,
+    prompt_rollout as prompt_rollout,
+    rollout as rollout,
+)
+from .online_learning import (
     OnlineLearning as OnlineLearning,
 )
-from .operations import (
+from .operation_spans import (
     operation as operation,
 )
 from .otel import (
@@ -111,7 +114,7 @@ from .policy_session import (
     PolicyLearner as PolicyLearner,
     PolicyOptions as PolicyOptions,
 )
-from .proxy.server import (
+from .proxy.proxy_server import (
     LLMProxy as LLMProxy,
 )
 from .proxy.upstreams import (
@@ -121,9 +124,6 @@ from .proxy.upstreams import (
 from .runner import (
     LitAgentRunner as LitAgentRunner,
     Runner as Runner,
-)
-from .running import (
-    ExecutionEvent as ExecutionEvent,
 )
 from .tracing import (
     DummyTracer as DummyTracer,

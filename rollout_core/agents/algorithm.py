@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, get_args
 
-from rollout_core.agents.agent import CURRENT_TRAINER, current
 from rollout_core.agents.delivery import retried
+from rollout_core.agents.lit_agent import CURRENT_TRAINER, current
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import (
     EnqueueRolloutRequest,
@@ -21,7 +21,7 @@ from rollout_core.store import (
     RolloutConfig,
     RolloutStatus,
 )
-from rollout_core.store.forwarding import StoreView
+from rollout_core.store.forwarding_store import StoreView
 from rollout_core.store.lifecycle import FINISHED
 
 logger = logging.getLogger(__name__)

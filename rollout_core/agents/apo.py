@@ -24,8 +24,8 @@ from typing import Any
 import openai
 from openai import AsyncOpenAI
 
+from rollout_core.agents.adapters.chat_messages import OpenAIMessages, TraceToMessages
 from rollout_core.agents.adapters.ended import earned_reward
-from rollout_core.agents.adapters.messages import OpenAIMessages, TraceToMessages
 from rollout_core.agents.algorithm import (
     AGENT_KIND,
     Algorithm,

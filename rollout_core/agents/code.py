@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.lit_agent import LitAgent
 from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.isolation.child import Child, Ended

@@ -18,19 +18,19 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
-from rollout_core.agents import running as running_agents
+from rollout_core.agents import agent_calls as running_agents
+from rollout_core.agents.agent_calls import ExecutionEvent
 from rollout_core.agents.delivery import AWAY
 from rollout_core.agents.handover import check_not_importing
 from rollout_core.agents.nursery import GivenUp
-from rollout_core.agents.processes import RunnerProcesses
-from rollout_core.agents.running import ExecutionEvent
-from rollout_core.agents.supervision import (
+from rollout_core.agents.run_supervision import (
     WatchedStore,
     mark_dead_workers,
     mark_unresponsive,
     run_main,
     supervise,
 )
+from rollout_core.agents.runner_processes import RunnerProcesses
 from rollout_core.base.errors import ConfigError, in_words
 from rollout_core.base.loops import LoopThread
 from rollout_core.store import LightningStore, LightningStoreClient, LightningStoreServer, LightningStoreThreaded

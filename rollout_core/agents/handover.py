@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollout_core.agents.agent import FunctionalLitAgent, LitAgent
+from rollout_core.agents.lit_agent import FunctionalLitAgent, LitAgent
 from rollout_core.base.errors import ConfigError, in_words
 
 _MAIN = "__main__"

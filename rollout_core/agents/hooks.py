@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_core.agents.agent import CurrentRunner, LitAgent
+from rollout_core.agents.lit_agent import CurrentRunner, LitAgent
 from rollout_core.agents.tracing import Tracer
 from rollout_core.base.errors import in_words
 from rollout_core.store import AttemptedRollout, Span

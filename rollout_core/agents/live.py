@@ -1,6 +1,6 @@
 """What online learning learns from: the rollouts that live traffic has finished, read once each, and how far a run is.
 
-The algorithm of a Trainer, `rollout_core.agents.online.OnlineLearning`, and the flow `learn-online` use both.
+The algorithm of a Trainer, `rollout_core.agents.online_learning.OnlineLearning`, and the flow `learn-online` use both.
 """
 
 from __future__ import annotations

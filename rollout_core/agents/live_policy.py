@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.agents.adapters.ended import look_up
-from rollout_core.agents.adapters.samples import adapt_rollouts
+from rollout_core.agents.adapters.span_samples import adapt_rollouts
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.live import LiveRollouts, OnlineState, queued, with_retries
 from rollout_core.agents.session import POLICY, RESOURCE, ServedPolicy, Sessions, Setting
@@ -21,7 +21,7 @@ from rollout_core.base.errors import Recoverable, in_words
 from rollout_core.base.ids import ContentId
 from rollout_core.base.settings import require_secret
 from rollout_core.config import LearnOnlineConfig, RunnersConfig
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, AgentSource
 from rollout_core.store import LightningStore, NamedResources, ProxyLLM

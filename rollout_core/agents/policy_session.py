@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_core.agents.adapters.ended import look_up
-from rollout_core.agents.adapters.samples import adapt_rollouts
-from rollout_core.agents.adapters.tokens import SampleForm
+from rollout_core.agents.adapters.span_samples import adapt_rollouts
+from rollout_core.agents.adapters.token_sequences import SampleForm
 from rollout_core.agents.algorithm import (
     AGENT_KIND,
     Algorithm,
@@ -26,7 +26,7 @@ from rollout_core.agents.algorithm import (
     set_aside,
     wait_until_finished,
 )
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.session import POLICY, RESOURCE, PolicyServer, ServedPolicy
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.base.errors import ConfigError, RolloutError
@@ -43,7 +43,7 @@ from rollout_core.config import (
     identity,
 )
 from rollout_core.config.agents import AgentGRPO, AgentPPO
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.serving import EngineServer
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.launch import run_update

@@ -15,13 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
-from rollout_core.agents.delivery import AWAY, retried
-from rollout_core.agents.emitters import emit_exception
-from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
-from rollout_core.agents.hooks import Hook, call_hooks
-from rollout_core.agents.proxy.delivery import flush_proxies, look_for_proxies
-from rollout_core.agents.running import (
+from rollout_core.agents.agent_calls import (
     ExecutionEvent,
     LeaseLost,
     TimedOut,
@@ -29,6 +23,12 @@ from rollout_core.agents.running import (
     check_abandoned,
     spans_of_result,
 )
+from rollout_core.agents.delivery import AWAY, retried
+from rollout_core.agents.emitters import emit_exception
+from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
+from rollout_core.agents.hooks import Hook, call_hooks
+from rollout_core.agents.lit_agent import CURRENT_RUNNER, LitAgent
+from rollout_core.agents.proxy.call_delivery import flush_proxies, look_for_proxies
 from rollout_core.agents.tracing import Trace, Tracer
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
 from rollout_core.store import (

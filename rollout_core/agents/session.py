@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.fleet import Fleet
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
+from rollout_core.agents.runner_fleet import Fleet
 from rollout_core.base.errors import Recoverable, in_words
 from rollout_core.base.loops import LoopThread
 from rollout_core.base.settings import require_secret
 from rollout_core.config import AgentConfig, EngineConfig, RunnersConfig, SamplingParams
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.serving import EngineServer
 from rollout_core.store import LLM, LightningStore, NamedResources
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from rollout_core.agents.algorithm import AGENT_KIND, retrying
-from rollout_core.agents.queue import INTERRUPTIONS
+from rollout_core.agents.run_queue import INTERRUPTIONS
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import AgentConfig, identity
 from rollout_core.data.datasets import TaskRow, parse_rows

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_core.agents.adapters.base import Adapter
+from rollout_core.agents.adapters.adapter import Adapter
 from rollout_core.agents.adapters.triplets import TracerTraceToTriplet
-from rollout_core.agents.agent import CURRENT_TRAINER, LitAgent
+from rollout_core.agents.agent_calls import ExecutionEvent
 from rollout_core.agents.algorithm import Algorithm, Dataset
 from rollout_core.agents.baseline import Baseline, FastAlgorithm
 from rollout_core.agents.components import ComponentSpec, build_component
@@ -24,10 +24,10 @@ from rollout_core.agents.execution import (
 )
 from rollout_core.agents.handover import CannotBeImported
 from rollout_core.agents.hooks import Hook
+from rollout_core.agents.lit_agent import CURRENT_TRAINER, LitAgent
 from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.runner import LitAgentRunner, Runner
-from rollout_core.agents.running import ExecutionEvent
 from rollout_core.agents.tracing import Tracer
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.stopping import in_thread

@@ -18,12 +18,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollout_core.agents import running
-from rollout_core.agents.agent import LitAgent
+from rollout_core.agents import agent_calls as running
 from rollout_core.agents.code import AgentCode
+from rollout_core.agents.lit_agent import LitAgent
 from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.run_supervision import ExecutionEvent
 from rollout_core.agents.runner import LitAgentRunner
-from rollout_core.agents.supervision import ExecutionEvent
 from rollout_core.base.collector import collect_seldom
 from rollout_core.base.errors import ConfigError, RolloutError, in_words
 from rollout_core.base.processes import ProcessName

@@ -17,7 +17,7 @@ from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
 from rollout_core.config.on_policy import RewardedSettings
-from rollout_core.data.advantages import encode_advantages
+from rollout_core.data.advantage_rows import encode_advantages
 from rollout_core.data.examples import epoch_order
 from rollout_core.data.packing import pack_completions
 

@@ -46,7 +46,7 @@ from rollout_core.data.datasets import (
     split_lines,
     to_line,
 )
-from rollout_core.data.files import (
+from rollout_core.data.row_files import (
     COMPRESSED_SUFFIXES,
     FILES_OF_ROWS,
     DataFile,
@@ -71,8 +71,8 @@ from rollout_core.objects.addresses import (
 )
 from rollout_core.objects.buckets import READ_BYTES, RemoteFiles
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.imports import SHOWN_FILES, Source, record_import, source_of_files
 from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.origins import SHOWN_FILES, Source, record_import, source_of_files
 from rollout_core.objects.records import Dataset
 from rollout_core.objects.trees import expected, hash_file
 

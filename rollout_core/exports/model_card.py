@@ -18,8 +18,8 @@ from rollout_core.base.errors import CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json, named_ids
 from rollout_core.data.sample_lineage import step_rows
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import Imported, Source, imports_behind
 from rollout_core.objects.lineage import ROUNDS, Lineage, by_output, maker_for, trace_descendants, trace_lineage
+from rollout_core.objects.origins import Imported, Source, imports_behind
 from rollout_core.promotion.history import Entry, history_of, resources_with_history
 
 SHOWN_ROWS = 12

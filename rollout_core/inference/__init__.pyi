@@ -1,4 +1,4 @@
-from .base import (
+from .backend import (
     InferenceBackend as InferenceBackend,
     ModelRef as ModelRef,
     Request as Request,

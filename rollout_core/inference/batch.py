@@ -28,7 +28,7 @@ from rollout_core.data.samples import (
     Sample,
     length_problem,
 )
-from rollout_core.inference.base import Request
+from rollout_core.inference.backend import Request
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, ShardStatus
 from rollout_core.objects import ObjectStore

@@ -25,7 +25,7 @@ from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.base.stopping import children, in_thread, is_stopping, kill_children, raise_if_stopping
 from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
-from rollout_core.inference.base import InferenceBackend, ModelRef, ScriptedEngine
+from rollout_core.inference.backend import InferenceBackend, ModelRef, ScriptedEngine
 from rollout_core.inference.lanes import Lanes
 from rollout_core.models.pretrained import tokenizer_files, with_defaults
 

@@ -16,7 +16,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.data.samples import Completion, FinishReason, TopLogprobs
 from rollout_core.data.text import decode_completions, text_tokens
-from rollout_core.inference.base import GathersStream, ModelRef, Request
+from rollout_core.inference.backend import GathersStream, ModelRef, Request
 from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 
 from rollout_core.data.samples import Outcome
-from rollout_core.inference.base import InferenceBackend, Request
+from rollout_core.inference.backend import InferenceBackend, Request
 
 
 class Lanes:

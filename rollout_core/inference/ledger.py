@@ -25,7 +25,7 @@ from rollout_core.base.processes import ProcessName
 from rollout_core.base.trusted import trusted
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Failure, Outcome, Sample, encode_completion, encode_failure
-from rollout_core.inference.base import problem_with
+from rollout_core.inference.backend import problem_with
 from rollout_core.objects import ObjectStore
 from rollout_core.store import (
     Attempt,
@@ -38,8 +38,8 @@ from rollout_core.store import (
 )
 from rollout_core.store.encoded_spans import EncodedSpan, encode_plain, span_ids
 from rollout_core.store.sql.by_url import is_postgres
+from rollout_core.store.sql.sql_store import SqlLightningStore
 from rollout_core.store.sql.sqlite import parse_url
-from rollout_core.store.sql.store import SqlLightningStore
 from rollout_core.store.types import UNSET, RolloutMode
 
 SAMPLE_KIND = "sample"

@@ -21,7 +21,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import OpenAIBackend
 from rollout_core.data.samples import Completion, Failure, Outcome
-from rollout_core.inference.base import GathersStream, ModelRef, Request
+from rollout_core.inference.backend import GathersStream, ModelRef, Request
 from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
 from rollout_core.inference.openai_wire import OtherDialect, body_of, longest_answer, no_vllm, outcome_of, path_of
 from rollout_core.models.facts import known_ids, vocab_size

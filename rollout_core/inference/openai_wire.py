@@ -15,7 +15,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import JsonSchemaOutput, OpenAIBackend
 from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_as_streamed, decode_completions, text_tokens
-from rollout_core.inference.base import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
+from rollout_core.inference.backend import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
 from rollout_core.inference.endpoint import Malformed
 from rollout_core.models.messages import openai_messages
 

@@ -22,7 +22,7 @@ from rollout_core.inference.shards import finished_ref, read_shard
 from rollout_core.models.messages import openai_messages
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
-from rollout_core.store.connections import OpenStore
+from rollout_core.store.reachable import OpenStore
 
 if TYPE_CHECKING:
     import pyarrow

@@ -24,7 +24,7 @@ from rollout_core.config import EngineConfig, SamplingParams
 from rollout_core.data.samples import Failure, Outcome
 from rollout_core.data.text import encode_once, render_chats
 from rollout_core.data.turn_ends import turn_ends
-from rollout_core.inference.base import ModelRef, Request, unsupported
+from rollout_core.inference.backend import ModelRef, Request, unsupported
 from rollout_core.inference.chat_api import Answered, ApiError, Ask, BareText, Prompt, Writer
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.lanes import Lanes

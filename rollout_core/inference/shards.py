@@ -39,12 +39,12 @@ from rollout_core.inference.batch import (
     assist as assist_samples,
     complete_samples,
 )
-from rollout_core.inference.runs import EventLog
+from rollout_core.inference.batch_runs import EventLog
 from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.origins import Source, record_import
 from rollout_core.objects.records import PromptShards, ShardCompletions
 from rollout_core.objects.retention.garbage import FINISHED_REFS
 from rollout_core.store import LightningStore

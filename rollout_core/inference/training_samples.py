@@ -1,8 +1,8 @@
 """What the learners train on: completions of a sample set, or token samples of stored rollouts, whoever ran them.
 
 Of a set, samples that failed for good may be left out together with those that they are compared with. Stored rollouts
-become token samples in ``rollout_core.agents.adapters.samples``; what cannot be learnt from is counted by reason and
-never silently dropped.
+become token samples in ``rollout_core.agents.adapters.span_samples``; what cannot be learnt from is counted by reason
+and never silently dropped.
 """
 
 from __future__ import annotations

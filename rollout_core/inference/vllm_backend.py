@@ -33,7 +33,7 @@ from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.config.inference import CPU_BLOCK_SIZE
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, text_tokens
-from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
+from rollout_core.inference.backend import GathersStream, ModelRef, Request, vllm_constraint
 from rollout_core.inference.engine_process import (
     BINDING,
     EAGER,

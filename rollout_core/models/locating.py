@@ -49,8 +49,8 @@ from rollout_core.models.pretrained import (
 )
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
-from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.origins import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.retention.unstored import check_stored, keep_model
 from rollout_core.objects.trees import hash_file
 

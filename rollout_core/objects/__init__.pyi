@@ -3,6 +3,9 @@ from .lineage import (
     lineage_of as lineage_of,
     trace_lineage as trace_lineage,
 )
+from .object_store import (
+    ObjectStore as ObjectStore,
+)
 from .records import (
     BlobId as BlobId,
     Checkpoint as Checkpoint,
@@ -20,9 +23,6 @@ from .records import (
 from .snapshots import (
     Snapshot as Snapshot,
     SnapshotStore as SnapshotStore,
-)
-from .store import (
-    ObjectStore as ObjectStore,
 )
 from .trees import (
     TreeFile as TreeFile,

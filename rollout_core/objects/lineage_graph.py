@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.ids import ContentId, canonical_json, named_ids
 from rollout_core.base.processes import size_text
-from rollout_core.objects.imports import Imported
 from rollout_core.objects.lineage import Lineage, by_output, maker_for
+from rollout_core.objects.origins import Imported
 
 NEAR_STAGES = 8
 """An input that is used further on than so many stages is drawn again there."""

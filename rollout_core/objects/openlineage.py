@@ -12,8 +12,8 @@ from uuid import UUID
 from rollout_core import DISTRIBUTION, __version__
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.objects.imports import Imported, Source
 from rollout_core.objects.lineage import Lineage, by_output, maker_for
+from rollout_core.objects.origins import Imported, Source
 
 try:
     from openlineage.client import facet_v2 as facets

@@ -10,7 +10,7 @@ from pathlib import Path
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import CHUNK_BYTES, Files, FileStat
-from rollout_core.objects.store import ObjectStore
+from rollout_core.objects.object_store import ObjectStore
 
 KEPT_BYTES = 128 * 2**20
 """Of blobs from memory: so much of the first is kept, on disk, and so much of the last, in memory."""

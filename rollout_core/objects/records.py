@@ -277,8 +277,9 @@ class Checkpoint(Record):
     data_report: Annotated[ContentId | None, "blob"] = None
     """JSON: the rows of the data set by outcome, where there was one."""
     advantages: ContentId | None = None
-    """`rollout_core.data.advantages` of what it learned from, where there are any. It is for people to look at: nothing
-    stands on it, so that an update of an earlier version and the same one made again have the same outcome."""
+    """`rollout_core.data.advantage_rows` of what it learned from, where there are any. They are for people to look at:
+    nothing stands on them, so that an update of an earlier version and the same one made again have the same
+    outcome."""
 
     def cache_identity(self) -> Any:
         """What stages that are given it depend on."""

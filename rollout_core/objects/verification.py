@@ -36,9 +36,9 @@ from rollout_core.objects.files import (
     own_refs,
     parsed,
 )
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import begins_like_json
 from rollout_core.objects.snapshots import PROGRESS_REFS
-from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import TREE_BEGINS
 
 _BATCH = 256

@@ -30,9 +30,9 @@ from rollout_core.data.datasets import TaskRow
 from rollout_core.inference.openai_http import try_endpoint
 from rollout_core.plans.cluster import check_cluster
 from rollout_core.plans.learner_plan import LearnerPlan
+from rollout_core.plans.memory_and_disk import states_of
 from rollout_core.plans.plan import context_limit
-from rollout_core.plans.resources import states_of
-from rollout_core.store.connections import Connections
+from rollout_core.store.reachable import Connections
 from rollout_core.web.listening import listen
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from rollout_core.data.dataset_sources import open_prompts
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import length_problem
 from rollout_core.data.text import try_prompts
+from rollout_core.inference.batch_runs import RUN_ID_FILE, check_run, earlier_run_id, parameters_of
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import file_name
-from rollout_core.inference.runs import RUN_ID_FILE, check_run, earlier_run_id, parameters_of
 from rollout_core.inference.shards import imported_before, read_shard, shards_of
 from rollout_core.models.locating import has_token, is_gated
 from rollout_core.objects import ObjectStore

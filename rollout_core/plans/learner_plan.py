@@ -51,8 +51,7 @@ from rollout_core.models.facts import (
 )
 from rollout_core.models.locating import describe, mark_of_source
 from rollout_core.plans.cluster import check_placement
-from rollout_core.plans.plan import Plan, context_limit
-from rollout_core.plans.resources import (
+from rollout_core.plans.memory_and_disk import (
     Left,
     Outcome,
     States,
@@ -66,9 +65,10 @@ from rollout_core.plans.resources import (
     stored_of,
     training_of,
 )
+from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
-from rollout_core.store.connections import Connections
+from rollout_core.store.reachable import Connections
 
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport

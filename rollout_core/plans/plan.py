@@ -36,7 +36,7 @@ from rollout_core.data.samples import length_problem, refuse_long_prompts
 from rollout_core.data.text import tokenize_prompts, without_tools
 from rollout_core.data.tokenized import known_longest, remember_longest
 from rollout_core.data.turn_ends import check_template, ends_no_turn, turn_ends
-from rollout_core.inference.base import unsupported
+from rollout_core.inference.backend import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
 from rollout_core.models.chat_templates import template_in_words
@@ -45,7 +45,7 @@ from rollout_core.models.locating import Unchecked, check_adapter, describe, rec
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.snapshots import Snapshot, find_start
-from rollout_core.store.connections import Connections
+from rollout_core.store.reachable import Connections
 
 T = TypeVar("T")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

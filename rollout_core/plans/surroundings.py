@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.data.files import FILES_OF_ROWS, ending, first_document, is_array, local_file
+from rollout_core.data.row_files import FILES_OF_ROWS, ending, first_document, is_array, local_file
 from rollout_core.data.row_forms import role_of
 from rollout_core.models.gguf_header import parts_of, read_header
 from rollout_core.models.locating import is_gguf

@@ -21,7 +21,7 @@ from rollout_core.objects.records import Completions, EvalReport, Scores, Select
 from rollout_core.rewards.loading import weighted_sum
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, Score, as_json, from_json, judge, within_share
 from rollout_core.store import AttemptedRollout, Span
-from rollout_core.store.connections import OpenStore
+from rollout_core.store.reachable import OpenStore
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 
 SCORED_SLICES = 64

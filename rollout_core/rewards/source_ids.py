@@ -22,7 +22,7 @@ from rollout_core.config.rewards import (
     plain_rewards,
 )
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import SHOWN_FILES, Source, record_import
+from rollout_core.objects.origins import SHOWN_FILES, Source, record_import
 from rollout_core.rewards.user_code import UserCode, read_code
 
 HELD_SOURCES = 32

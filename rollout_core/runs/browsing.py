@@ -23,8 +23,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.data.samples import Sample, SampledCompletion
 from rollout_core.inference.shards import shard_row
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import RunDetail
-from rollout_core.runs.samples import final_evaluation, sample_sets, shown_prompt
+from rollout_core.runs.run_records import RunDetail
+from rollout_core.runs.run_samples import final_evaluation, sample_sets, shown_prompt
 
 KEPT_BYTES = 256 << 20
 """Of files that were read and may be wanted again; more only where one page needs more."""

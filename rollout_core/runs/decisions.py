@@ -9,7 +9,7 @@ from contextlib import suppress
 from rollout_core.base.errors import NotFound, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import RunDetail, RunHead, RunRecords
+from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords
 
 log = logging.getLogger(__name__)
 

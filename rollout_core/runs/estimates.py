@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from rollout_core.base.errors import NotFound
-from rollout_core.runs.records import RunHead, RunRecords, differences
+from rollout_core.runs.run_records import RunHead, RunRecords, differences
 
 MOST_RUNS = 5
 """Records that are looked into, the newest first."""

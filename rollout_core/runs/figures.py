@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_core.base.errors import RolloutError
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import MetricsOf, RunDetail, RunHead, StageCall
+from rollout_core.runs.run_records import MetricsOf, RunDetail, RunHead, StageCall
 
 MOST_POINTS = 2_000
 """Of one curve; of more steps every n-th, and always the last."""

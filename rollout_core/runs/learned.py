@@ -17,9 +17,9 @@ from rollout_core.base.errors import MissingObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.config.on_policy import GROUP_KINDS
 from rollout_core.config.variants import variant_of
-from rollout_core.data.advantages import decode_advantages
+from rollout_core.data.advantage_rows import decode_advantages
 from rollout_core.runs.browsing import Lines, SampleBrowser, SampleList, SampleView
-from rollout_core.runs.records import RunDetail, StageCall
+from rollout_core.runs.run_records import RunDetail, StageCall
 
 LEVELS = (0.25, 1.0)
 """Of an advantage in root mean squares of its update's: where it begins to be one, and to be a large one."""

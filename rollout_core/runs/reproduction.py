@@ -14,8 +14,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
-from rollout_core.objects.imports import code_behind
 from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
+from rollout_core.objects.origins import code_behind
 from rollout_core.rewards.source_ids import hold_source
 from rollout_core.rewards.user_code import UserCode
 

@@ -1,7 +1,7 @@
-from .base import (
+from .contract import (
     LightningStore as LightningStore,
 )
-from .forwarding import (
+from .forwarding_store import (
     LightningStoreThreaded as LightningStoreThreaded,
 )
 from .http.client import (
@@ -30,7 +30,7 @@ from .memory.collection_based import (
 from .memory.list_collection import (
     ListBasedCollection as ListBasedCollection,
 )
-from .memory.store import (
+from .memory.memory_store import (
     DequeBasedQueue as DequeBasedQueue,
     DictBasedKeyValue as DictBasedKeyValue,
     InMemoryLightningCollections as InMemoryLightningCollections,
@@ -58,7 +58,7 @@ from .spans import (
     TraceState as TraceState,
     TraceStatus as TraceStatus,
 )
-from .sql.store import (
+from .sql.sql_store import (
     SqlLightningStore as SqlLightningStore,
 )
 from .types import (

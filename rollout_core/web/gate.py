@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_core.web.errors import Forbidden, Unauthorized, error_reply
+from rollout_core.web.http_errors import Forbidden, Unauthorized, error_reply
 from rollout_core.web.listening import is_loopback
 
 

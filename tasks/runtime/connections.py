@@ -21,7 +21,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.connections import Connections
+from rollout_core.store.reachable import Connections
 from rollout_core.store.sql.by_url import is_postgres
 from tasks.runtime.dry_run import current_dry_run
 

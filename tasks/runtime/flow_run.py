@@ -41,8 +41,8 @@ from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
 from rollout_core.objects.addresses import with_whole_ids
-from rollout_core.objects.retention.leases import lease
-from rollout_core.store.connections import Connections
+from rollout_core.objects.retention.run_leases import lease
+from rollout_core.store.reachable import Connections
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.connections import current_connections, objects, working_folder
 from tasks.runtime.dask.placed_stages import placed

@@ -16,11 +16,11 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, WorkersConfig
 from rollout_core.data.samples import Sample
 from rollout_core.inference import engines
-from rollout_core.inference.base import ModelRef, generator_id
+from rollout_core.inference.backend import ModelRef, generator_id
 from rollout_core.inference.batch import BatchOptions, Progress, Work
+from rollout_core.inference.batch_runs import FailureLimit, forget_tally, tally
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
-from rollout_core.inference.runs import FailureLimit, forget_tally, tally
 from rollout_core.inference.training_samples import FailedSamples, complete_batch
 from rollout_core.objects.records import Completions, PromptSet, ShardCompletions
 from rollout_core.objects.retention.unstored import local_model

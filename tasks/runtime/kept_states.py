@@ -24,7 +24,7 @@ from rollout_core.objects import Snapshot, SnapshotStore
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.retention.pruning import Fate, free, prune_model, prune_state, stand_on
 from rollout_core.objects.snapshots import RUN_NAME
-from rollout_core.runs.records import RunRecords, runs_under_way, shown_state
+from rollout_core.runs.run_records import RunRecords, runs_under_way, shown_state
 from tasks.runtime.connections import objects, open_store
 from tasks.runtime.dry_run import current_dry_run
 from tasks.runtime.journal import stage_logger

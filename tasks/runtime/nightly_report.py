@@ -16,7 +16,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.promotion.decision import precision_of
 from rollout_core.promotion.evidence import Promotion
-from rollout_core.runs.samples import shown_prompt
+from rollout_core.runs.run_samples import shown_prompt
 from tasks.runtime import connections
 from tasks.runtime.journal import Outcome, StageEntry
 from tasks.runtime.report import (

@@ -19,7 +19,7 @@ from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSourc
 from rollout_core.models.locating import locate_model, locate_tokenizer
 from rollout_core.objects.overlay import overlaid
 from rollout_core.runs.estimates import StageTime, stage_times
-from rollout_core.runs.records import RunRecords
+from rollout_core.runs.run_records import RunRecords
 from tasks.runtime.connections import result_storage, working_folder
 from tasks.runtime.dry_run import DryRun, DryRunCall, StagesEnd, running_dry
 from tasks.runtime.summary import about

@@ -28,7 +28,7 @@ from rollout_core.base.locks import exclusive, shared, try_exclusive
 from rollout_core.base.processes import ProcessName, in_environment, search_path, this_machine
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
-from rollout_core.store.connections import Connections, plain_connections
+from rollout_core.store.reachable import Connections, plain_connections
 from tasks.runtime.server_process import LOCK, LOG, USERS_LOCK, Listening, api_address
 
 PREFECT_HOME = Path("data/prefect")

@@ -22,7 +22,7 @@ from rollout_core.base.settings import without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from rollout_core.objects.records import Checkpoint
-from rollout_core.runs.records import (
+from rollout_core.runs.run_records import (
     MOST_AT_WORK,
     MOST_CALLS,
     MOST_LIVE_ROWS,
@@ -35,7 +35,7 @@ from rollout_core.runs.records import (
     RunRecords,
     StageCall,
 )
-from rollout_core.runs.samples import own_evaluations
+from rollout_core.runs.run_samples import own_evaluations
 from tasks.runtime.connections import objects
 from tasks.runtime.journal import Journal, StageEntry, stage_logger
 from tasks.runtime.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about

@@ -48,7 +48,7 @@ from rollout_core.config.inference import StagePlace
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, named_in, record_lineage, software_versions
 from rollout_core.objects.records import Record
-from rollout_core.objects.retention.leases import renew_snapshot
+from rollout_core.objects.retention.run_leases import renew_snapshot
 from rollout_core.objects.retention.unstored import is_whole
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from tasks.runtime import connections
@@ -57,8 +57,8 @@ from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.dry_run import InDryRun, current_dry_run
 from tasks.runtime.events import WorkEnd, WorkStart, emit
 from tasks.runtime.journal import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
-from tasks.runtime.leases import alone
 from tasks.runtime.placement import RunsTasks, Submitted, place_of
+from tasks.runtime.stage_leases import alone
 from tasks.runtime.time_limits import StageTime, in_time, seconds_for
 
 P = ParamSpec("P")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from openai import AsyncOpenAI
 
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.store import LightningStore, Span
 from rollout_core.store.semconv import LLM_CALL

@@ -25,12 +25,12 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from rollout_core.agents.agent import llm_rollout
 from rollout_core.agents.algorithm import enqueue_once
 from rollout_core.agents.delivery import retried
 from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward
+from rollout_core.agents.lit_agent import llm_rollout
 from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.store import (

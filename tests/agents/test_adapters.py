@@ -15,16 +15,16 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from rollout_core.agents.adapters.base import Triplet
+from rollout_core.agents.adapters.adapter import Triplet
+from rollout_core.agents.adapters.chat_messages import TraceToMessages
 from rollout_core.agents.adapters.containment import tightest_containers
 from rollout_core.agents.adapters.credit import RewardMatchPolicy
 from rollout_core.agents.adapters.drawing import draw_trace
-from rollout_core.agents.adapters.messages import TraceToMessages
-from rollout_core.agents.adapters.tokens import token_turns
+from rollout_core.agents.adapters.token_sequences import token_turns
 from rollout_core.agents.adapters.tree import TraceTree
 from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet, TracerTraceToTriplet
 from rollout_core.agents.emitters import emit_reward, reward_attributes
-from rollout_core.agents.operations import operation
+from rollout_core.agents.operation_spans import operation
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import OtelResource, Span, TraceStatus

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from rollout_core.agents.adapters.samples import adapt_rollouts
-from rollout_core.agents.adapters.tokens import (
+from rollout_core.agents.adapters.span_samples import adapt_rollouts
+from rollout_core.agents.adapters.token_sequences import (
     NoLogprobs,
     SampleForm,
     TokenTrajectory,

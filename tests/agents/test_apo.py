@@ -12,7 +12,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollout_core.agents import apo as apo_module
-from rollout_core.agents.agent import prompt_rollout
 from rollout_core.agents.apo import (
     APO,
     Beam,
@@ -28,6 +27,7 @@ from rollout_core.agents.apo import (
     read_template,
 )
 from rollout_core.agents.execution import SharedMemoryExecutionStrategy
+from rollout_core.agents.lit_agent import prompt_rollout
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer

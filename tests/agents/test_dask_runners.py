@@ -18,7 +18,7 @@ from dask import config as dask_config
 from distributed import LocalCluster
 
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.fleet import Fleet
+from rollout_core.agents.runner_fleet import Fleet
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import RunnersConfig
 from rollout_core.store import SqlLightningStore

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.agents.agent import llm_rollout
 from rollout_core.agents.emitters import emit_annotation, find_final_reward
+from rollout_core.agents.lit_agent import llm_rollout
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.store import LLM, LightningStoreClient

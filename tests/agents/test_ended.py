@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout_core.agents.adapters.ended import ended_rollouts, look_up, made_of
-from rollout_core.agents.adapters.samples import adapt_ended, adapt_rollouts
+from rollout_core.agents.adapters.span_samples import adapt_ended, adapt_rollouts
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config import identity

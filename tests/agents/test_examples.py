@@ -21,7 +21,7 @@ from rollout_core.agents.apo import Experience, PromptWriter
 from rollout_core.agents.policy_algorithms import GRPO
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TransformersBackend
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.serving import EngineServer
 from rollout_core.store import LLM, Attempt, AttemptedRollout, InMemoryLightningStore, PromptTemplate

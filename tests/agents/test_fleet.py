@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.fleet import Fleet
-from rollout_core.agents.queue import RolloutQueue
+from rollout_core.agents.run_queue import RolloutQueue
+from rollout_core.agents.runner_fleet import Fleet
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.processes import ProcessName
 from rollout_core.config import RunnersConfig
@@ -29,7 +29,7 @@ from rollout_core.store import (
     RolloutConfig,
     SqlLightningStore,
 )
-from rollout_core.store.forwarding import StoreView
+from rollout_core.store.forwarding_store import StoreView
 from tests.store.patience import FOREVER, LONG, until
 
 AGENT = """

@@ -33,11 +33,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rollout_core.agents import LLMProxy, ModelEntry, TraceToMessages, Upstream, find_final_reward
-from rollout_core.agents.adapters.tokens import token_turns, trajectories
+from rollout_core.agents.adapters.token_sequences import token_turns, trajectories
 from rollout_core.config import ScriptedBackend
 from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
-from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
+from rollout_core.inference.backend import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.serving import EngineServer
 from rollout_core.objects import ObjectStore
 from rollout_core.store import LLM, EnqueueRolloutRequest, LightningStoreServer, Rollout, Span, SqlLightningStore

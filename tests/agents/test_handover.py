@@ -20,8 +20,8 @@ from rollout_core.agents import (
     LitAgentRunner,
     OtelTracer,
     Trainer,
-    processes,
     rollout,
+    runner_processes as processes,
 )
 from rollout_core.agents.emitters import find_final_reward
 from rollout_core.agents.handover import CannotBeImported, packed, unpacked

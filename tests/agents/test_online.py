@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from rollout_core.agents.adapters.samples import adapt_rollouts
-from rollout_core.agents.agent import rollout as rollout_agent
+from rollout_core.agents.adapters.span_samples import adapt_rollouts
 from rollout_core.agents.emitters import emit_reward
 from rollout_core.agents.execution import SharedMemoryExecutionStrategy
+from rollout_core.agents.lit_agent import rollout as rollout_agent
 from rollout_core.agents.live import LiveRollouts, OnlineState, select, summarize
-from rollout_core.agents.online import OnlineLearning
+from rollout_core.agents.online_learning import OnlineLearning
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer

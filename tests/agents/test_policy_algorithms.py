@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.agents.agent import rollout as rollout_agent
 from rollout_core.agents.execution import SharedMemoryExecutionStrategy
+from rollout_core.agents.lit_agent import rollout as rollout_agent
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.policy_algorithms import GRPO, PPO
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
 from rollout_core.base.errors import ConfigError

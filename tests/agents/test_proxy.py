@@ -18,8 +18,8 @@ from proxied import LONG, asked, attempt, calls, client, close_clients, ids_of, 
 from scripted_upstream import ScriptedUpstream, cut_stream, hang, no_answer, status
 from yarl import URL
 
-from rollout_core.agents.adapters.tokens import token_turns
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.adapters.token_sequences import token_turns
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import ProxyLLM

@@ -16,11 +16,11 @@ from openai import AsyncOpenAI
 from proxied import LONG, asked, attempt, calls, client, close_clients, proxy_of, until
 from scripted_upstream import ScriptedUpstream, held
 
-from rollout_core.agents.agent import llm_rollout
 from rollout_core.agents.emitters import emit_reward
+from rollout_core.agents.lit_agent import llm_rollout
 from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.proxy import delivery
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy import call_delivery as delivery
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import Upstream
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.base.errors import ConfigError, Recoverable
@@ -31,7 +31,7 @@ from rollout_core.store import (
     ProxyLLM,
     RolloutConfig,
 )
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding_store import ForwardingLightningStore
 from rollout_core.store.semconv import LLM_CALL
 from tests.store.ports import own_port
 
@@ -121,7 +121,7 @@ async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, ups
             await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
         return 1.0
 
-    monkeypatch.setattr("rollout_core.agents.proxy.app.FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr("rollout_core.agents.proxy.proxy_app.FLUSH_SECONDS", 0.2)
     wayward = Wayward(memory)
     async with proxy_of(wayward, settings(upstream)) as proxy:
         wayward.is_away = True
@@ -234,7 +234,7 @@ async def test_a_call_that_an_agent_leaves_under_way_is_no_failure(memory, upstr
         await until(lambda: upstream.in_flight)
         return 1.0
 
-    monkeypatch.setattr("rollout_core.agents.proxy.app.UNDER_WAY_SECONDS", 0.1)
+    monkeypatch.setattr("rollout_core.agents.proxy.proxy_app.UNDER_WAY_SECONDS", 0.1)
     left, may_end = [], asyncio.Event()
     upstream.mishaps += [held(may_end)]
     async with proxy_of(memory, settings(upstream)) as proxy:
@@ -395,7 +395,7 @@ async def test_flush_waits_for_calls_under_way_of_its_rollout_alone(memory, upst
 
 PROXY = """
 import asyncio, sys
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.store import LightningStoreClient
 

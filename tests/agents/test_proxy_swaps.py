@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from proxied import LONG, asked, attempt, calls, client, ids_of, proxy_of, until
 from scripted_upstream import ScriptedUpstream, held, no_answer, status
 
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 

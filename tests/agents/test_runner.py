@@ -16,11 +16,11 @@ import warnings
 import numpy as np
 import pytest
 
-from rollout_core.agents.agent import FunctionalLitAgent, LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward, get_reward_value
 from rollout_core.agents.heartbeats import Heartbeats
 from rollout_core.agents.hooks import Hook
-from rollout_core.agents.operations import operation
+from rollout_core.agents.lit_agent import FunctionalLitAgent, LitAgent, llm_rollout, rollout as rollout_agent
+from rollout_core.agents.operation_spans import operation
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
@@ -226,7 +226,7 @@ async def test_threads_that_an_agent_starts_are_part_of_its_trace(memory):
 
 @pytest.mark.parametrize("kind", ["sleeps", "blocks", "swallows"])
 async def test_an_agent_that_hangs_is_timed_out_and_tried_again(memory, kind, monkeypatch):
-    monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("rollout_core.agents.agent_calls.GRACE_SECONDS", 0.2)
     release = threading.Event()
 
     class Patient(Hook):
@@ -379,7 +379,7 @@ async def test_an_asynchronous_agent_is_awaited_however_it_is_wrapped(memory, mo
         async def __call__(self, task, rollout):
             return await plain(task, rollout)
 
-    monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("rollout_core.agents.agent_calls.GRACE_SECONDS", 0.5)
     for agent in (counted(plain), Callable(), lambda task, rollout: plain(task, rollout)):
         quick = await memory.enqueue_rollout("quick")
         slow = await memory.enqueue_rollout("slow", config=RolloutConfig(timeout_seconds=0.5))

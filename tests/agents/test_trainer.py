@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from rollout_core.agents import execution, runner as runner_module, running
+from rollout_core.agents import agent_calls as running, execution, runner as runner_module
 from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet
-from rollout_core.agents.agent import LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.algorithm import Algorithm, algo, with_llm_proxy, with_store
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.components import build_component
 from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward
 from rollout_core.agents.execution import ClientServerExecutionStrategy, SharedMemoryExecutionStrategy
+from rollout_core.agents.lit_agent import LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
@@ -142,7 +142,7 @@ def test_an_algorithm_that_fails_ends_the_run_with_its_reason(strategy):
 
 @pytest.mark.parametrize("strategy", [shm(2), cs(2)])
 def test_too_few_rollouts_of_runners_end_the_run_instead_of_waiting_for_ever(strategy, monkeypatch):
-    monkeypatch.setattr("rollout_core.agents.supervision.GIVE_UP_SECONDS", 2.0)
+    monkeypatch.setattr("rollout_core.agents.run_supervision.GIVE_UP_SECONDS", 2.0)
     made = trainer(strategy, algorithm=Baseline(), max_rollouts=2)
     with pytest.raises(Fatal, match="rollouts are queued that nobody takes"):
         made.fit(add_one, list(range(10)))
@@ -217,7 +217,7 @@ def test_runners_that_keep_dying_fail_the_run_with_the_reason():
 
 PROGRAM = """
 import os, sys, time, signal
-from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.lit_agent import LitAgent
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.otel import OtelTracer
@@ -414,7 +414,7 @@ def test_split_roles_of_one_program_meet(tmp_path, monkeypatch, port):
             """
             import logging, sys
             logging.basicConfig(level=logging.INFO)
-            from rollout_core.agents.agent import rollout
+            from rollout_core.agents.lit_agent import rollout
             from rollout_core.agents.baseline import Baseline
             from rollout_core.agents.otel import OtelTracer
             from rollout_core.agents.runner import LitAgentRunner
@@ -595,7 +595,7 @@ def test_resources_that_cannot_be_published_end_the_run():
 
 
 def test_an_algorithm_that_trains_is_not_disturbed_by_what_nobody_takes(monkeypatch):
-    monkeypatch.setattr("rollout_core.agents.supervision.GIVE_UP_SECONDS", 3.0)
+    monkeypatch.setattr("rollout_core.agents.run_supervision.GIVE_UP_SECONDS", 3.0)
     trained = []
 
     @algo

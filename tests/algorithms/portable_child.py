@@ -65,7 +65,7 @@ def engine(folder: Path) -> dict[str, ContentId]:
     from rollout_core.algorithms.on_policy_updates import ppo_update
     from rollout_core.config import SamplingParams, VLLMBackend
     from rollout_core.data.samples import Sample, encode_completion, encode_samples
-    from rollout_core.inference.base import ModelRef, Request
+    from rollout_core.inference.backend import ModelRef, Request
     from rollout_core.inference.vllm_backend import VLLMEngine, trainer_logprobs
     from rollout_core.models.pretrained import load_tokenizer
     from rollout_core.objects.records import Scores

@@ -18,7 +18,7 @@ from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.plans.resources import training_of
+from rollout_core.plans.memory_and_disk import training_of
 
 DECAY = 0.75
 EACH_STEP = {"snapshots": SnapshotPolicy(every_steps=1, keep_last=9), "budget": BudgetConfig(max_steps=3)}

@@ -19,7 +19,7 @@ from rollout_core.data.text import tokenize_prompts
 from rollout_core.data.tokenized import ItemTable, ItemWriter
 from rollout_core.models.messages import ChatMessage
 from rollout_core.models.pretrained import load_tokenizer
-from rollout_core.plans.resources import row_tokens
+from rollout_core.plans.memory_and_disk import row_tokens
 from tests.support.rows import tokenize_sft
 
 START, END = "<|im_start|>", "<|im_end|>"

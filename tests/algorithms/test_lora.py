@@ -30,8 +30,8 @@ from rollout_core.exports.hugging_face import export_model
 from rollout_core.models.architecture import WithoutAdapters, count_adapted, has_lora, merged_weights, with_lora
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.lineage import record_derivation
+from rollout_core.objects.origins import Source, record_import
 from rollout_core.objects.records import Checkpoint
 
 IDS = torch.arange(2, 12)[None]

@@ -16,7 +16,7 @@ from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.architecture import quantized_parameters, with_lora
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects.records import Checkpoint
-from rollout_core.plans.resources import ModelSize, Training, estimate_memory
+from rollout_core.plans.memory_and_disk import ModelSize, Training, estimate_memory
 
 pytest.importorskip("bitsandbytes", reason="an extra")
 from rollout_core.models.quantized import NF4Linear

@@ -24,7 +24,7 @@ from rollout_core.config import (
 from rollout_core.data.datasets import PairRow, PromptRow, SftRow, to_jsonl
 from rollout_core.data.samples import Sample, decode_samples, encode_samples, ends_of, make_samples
 from rollout_core.data.turn_ends import as_engines_end, turn_end, turn_ends, until_end
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.facts import end_ids
 from rollout_core.models.pretrained import load_tokenizer

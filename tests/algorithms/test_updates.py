@@ -41,7 +41,7 @@ from rollout_core.config import (
     Replay,
     SamplingParams,
 )
-from rollout_core.data.advantages import decode_advantages
+from rollout_core.data.advantage_rows import decode_advantages
 from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack

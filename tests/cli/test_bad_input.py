@@ -16,12 +16,12 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
 from rollout_core.models.facts import ModelSize
-from rollout_core.plans import resources
+from rollout_core.plans import memory_and_disk as resources
 from rollout_core.plans.learner_plan import plan_training
-from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
+from rollout_core.plans.memory_and_disk import Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, score
-from rollout_core.store.connections import plain_connections
+from rollout_core.store.reachable import plain_connections
 
 PLANS: dict[str, Any] = dict.fromkeys(("sft", "ppo", "grpo", "rm", "dpo", "ipo", "kto"), plan_training)
 PAIR = {"prompt": "sort 2 1 =", "chosen": " 1 2", "rejected": " 2 1"}

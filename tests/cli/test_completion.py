@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import RunDetail, RunHead, RunRecords
+from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords
 from tests.support.machine import FISH, ZSH, Tool, require
 
 ROLLOUT = Path(sys.executable).with_name("rollout")

@@ -37,7 +37,7 @@ from rollout_core.config import (
     TrainSFTConfig,
     parse_config,
 )
-from rollout_core.data import datasets as rows_module, files
+from rollout_core.data import datasets as rows_module, row_files as files
 from rollout_core.data.dataset_sources import hash_rows, import_dataset, open_prompts, read_dataset, stored_rows
 from rollout_core.data.datasets import (
     PairRow,

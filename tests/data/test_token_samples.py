@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_core.agents.adapters.samples import adapt_rollouts
+from rollout_core.agents.adapters.span_samples import adapt_rollouts
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.experience import build_batch
 from rollout_core.algorithms.on_policy import compare_groups

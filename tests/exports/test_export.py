@@ -25,8 +25,8 @@ from rollout_core.exports.model_card import history_of_model, model_card
 from rollout_core.models.gguf_writing import write_gguf
 from rollout_core.models.precision import cast_model, in_precision_of
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.objects.imports import Source, record_import
 from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.origins import Source, record_import
 from rollout_core.promotion.history import Entry, _write, history_of  # pyright: ignore[reportPrivateUsage]
 from tests.cli.test_cli import refused, rollout
 

@@ -11,7 +11,7 @@ from rollout_core.agents.adapters.ended import EndedRollout, most_changed
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.objects import ObjectStore
 from rollout_core.store import EnqueueRolloutRequest, Span, SqlLightningStore
-from rollout_core.store.connections import Connections
+from rollout_core.store.reachable import Connections
 
 
 def ended(moment: str, rewards: list[float | None]) -> list[EndedRollout]:

@@ -9,7 +9,7 @@ import pytest
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.inference.batch import Progress, Work
-from rollout_core.inference.runs import RunWork, Tally, closing_figures
+from rollout_core.inference.batch_runs import RunWork, Tally, closing_figures
 from rollout_core.objects.records import ShardCompletions
 from tasks.runtime.journal import SPEED_SECONDS, Speed
 

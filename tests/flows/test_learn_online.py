@@ -159,7 +159,7 @@ def state(name: str = "online-test") -> dict[str, Any] | None:
 def test_it_learns_from_live_rollouts_once_each_also_when_it_is_run_again(prefect_server: str, work: Path):
     from flows.cli.agent_trace import _trace_lines
     from flows.online import learn_online
-    from rollout_core.store.connections import plain_connections
+    from rollout_core.store.reachable import plain_connections
 
     service = Service(work)
     first_config = document()

@@ -15,7 +15,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import TrainGRPOConfig, parse_config
 from rollout_core.data.partial_rollouts import carried_over
 from rollout_core.data.samples import SampledCompletion, decode_completions_blob, decode_samples
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.vllm_backend import trainer_logprobs
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, trace_lineage

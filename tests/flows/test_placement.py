@@ -21,7 +21,7 @@ from rollout_core.objects.snapshots import PROGRESS_REFS
 from rollout_core.plans.cluster import check_cluster, check_reach
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.plans.plan import Plan
-from rollout_core.store.connections import plain_connections
+from rollout_core.store.reachable import plain_connections
 from tests.conftest import PROJECT
 from tests.flows.conftest import finished_samples, objects, wait_for, write_toml
 from tests.flows.test_dask import Cluster, attempts, cluster, kill

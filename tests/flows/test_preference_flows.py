@@ -25,7 +25,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.samples import decode_samples
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
-from rollout_core.runs.records import RunHead
+from rollout_core.runs.run_records import RunHead
 from tests.flows.conftest import objects, snapshots_of
 from tests.support import forked
 

@@ -16,7 +16,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from rollout_core.promotion.evidence import Evidence, Promotion, compare, rewards_by_prompt
 from rollout_core.promotion.guards import GuardFinding
-from rollout_core.runs.samples import shown_prompt
+from rollout_core.runs.run_samples import shown_prompt
 from tasks.runtime.journal import StageEntry
 from tasks.runtime.nightly_report import Learned, Progress, Report, compare_samples, progress_of, write_report
 from tasks.runtime.report import PAGE, Curve, curves_of_iterations, figure_of_steps, picture

@@ -16,8 +16,8 @@ import pytest
 
 from rollout_core.config import NightlyConfig, load_config
 from rollout_core.runs.figures import curves_of
-from rollout_core.runs.records import RunHead, RunRecords, runs_under_way, shown_state
-from rollout_core.runs.samples import sample_sets
+from rollout_core.runs.run_records import RunHead, RunRecords, runs_under_way, shown_state
+from rollout_core.runs.run_samples import sample_sets
 from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_for, write_toml
 from tests.support.machine import CHROMIUM
 from tests.support.pages import chromium, serving

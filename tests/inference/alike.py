@@ -9,7 +9,7 @@ import torch
 
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Completion
-from rollout_core.inference.base import Request
+from rollout_core.inference.backend import Request
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

@@ -19,7 +19,7 @@ from batches import Ready
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, ScriptedBackend
 from rollout_core.data.samples import Completion
-from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
+from rollout_core.inference.backend import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.batch import BatchOptions
 from rollout_core.inference.ledger import SampleLedger
 from rollout_core.inference.training_samples import complete_batch

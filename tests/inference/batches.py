@@ -14,7 +14,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, ScriptedBackend
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import Completion, Sample, encode_samples, make_samples
-from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
+from rollout_core.inference.backend import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.training_samples import complete_batch

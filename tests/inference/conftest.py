@@ -12,7 +12,7 @@ from batches import Batch, WatchedEngine, make_batch, ref
 from endpoint_server import FaultyServer, config_of
 
 from rollout_core.config import VLLMBackend
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.models.pretrained import load_tokenizer
 from tests.store.patience import LONG

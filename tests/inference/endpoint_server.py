@@ -21,7 +21,7 @@ from batches import PARAMS
 
 from rollout_core.config import OpenAIBackend, SamplingParams
 from rollout_core.data.samples import Outcome
-from rollout_core.inference.base import Request
+from rollout_core.inference.backend import Request
 from rollout_core.inference.openai_http import OpenAIEngine
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]

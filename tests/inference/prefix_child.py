@@ -17,7 +17,7 @@ def main() -> None:
     hold_numerics()
     from rollout_core.config import SamplingParams, VLLMBackend
     from rollout_core.data.samples import encode_completion
-    from rollout_core.inference.base import ModelRef, Request
+    from rollout_core.inference.backend import ModelRef, Request
     from rollout_core.inference.vllm_backend import VLLMEngine
     from rollout_core.models.pretrained import load_tokenizer
     from rollout_core.objects.trees import files_of, identify

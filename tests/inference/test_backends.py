@@ -21,7 +21,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
-from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
+from rollout_core.inference.backend import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.engines import EngineOf, close_engine, engine, sleep_engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
 from rollout_core.models.pretrained import load_causal_lm

@@ -28,7 +28,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import ScriptedBackend, TransformersBackend
 from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
 from rollout_core.inference import ledger as ledger_module
-from rollout_core.inference.base import ScriptedEngine
+from rollout_core.inference.backend import ScriptedEngine
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.ledger import COMPLETION_SPAN, Answer, SampleLedger

@@ -41,7 +41,7 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import Completion, Failure, decode_completions_blob, encode_completion
-from rollout_core.inference.base import Request
+from rollout_core.inference.backend import Request
 from rollout_core.inference.endpoint import environment_proxy
 from rollout_core.inference.openai_http import OpenAIEngine
 from tests.store.patience import LONG, wait_until

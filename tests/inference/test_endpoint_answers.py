@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Completion, Failure
-from rollout_core.inference.base import problem_with
+from rollout_core.inference.backend import problem_with
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.inference.openai_wire import longest_answer
 from rollout_core.models.facts import vocab_size

@@ -30,7 +30,7 @@ from pathlib import Path
 import flows
 from rollout_core.config import VLLMBackend
 from rollout_core.base.ids import hash_bytes
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.engines import engine
 
 if __name__ == "__main__":
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 GENERATES = """
         import itertools
         from rollout_core.config import SamplingParams
-        from rollout_core.inference.base import Request
+        from rollout_core.inference.backend import Request
 
         params = SamplingParams(max_tokens=40)
         requests = (Request(f"r{number}", [5, 6, 7], params, number) for number in itertools.count())
@@ -379,7 +379,7 @@ def test_only_who_kills_makes_a_start_that_is_tried_again(tmp_path, monkeypatch)
 @pytest.mark.engine
 def test_a_start_that_fails_says_why_in_the_engines_own_words(small, tmp_path):
     from rollout_core.config import VLLMBackend
-    from rollout_core.inference.base import ModelRef
+    from rollout_core.inference.backend import ModelRef
     from rollout_core.inference.vllm_backend import VLLMEngine
 
     folder = tmp_path / "model"

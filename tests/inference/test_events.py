@@ -10,7 +10,7 @@ from batches import PARAMS, Batch, Ready, WatchedEngine
 
 from rollout_core.data.datasets import PromptRow
 from rollout_core.inference.batch import BatchOptions
-from rollout_core.inference.runs import EventLog
+from rollout_core.inference.batch_runs import EventLog
 from rollout_core.inference.shards import ShardWork, complete_shard, import_shards, shards_of
 from rollout_core.store import SqlLightningStore
 

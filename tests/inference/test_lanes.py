@@ -11,7 +11,7 @@ import pytest
 from batches import PARAMS
 
 from rollout_core.data.samples import Completion
-from rollout_core.inference.base import GathersStream, Request
+from rollout_core.inference.backend import GathersStream, Request
 from rollout_core.inference.lanes import Lane, Lanes
 from tests.store.patience import LONG
 

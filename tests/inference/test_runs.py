@@ -11,8 +11,8 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes, new_run_id
 from rollout_core.config import InferBatchConfig, parse_config
+from rollout_core.inference.batch_runs import begin_run, check_run, parameters_of, resolve_run_id
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.inference.runs import begin_run, check_run, parameters_of, resolve_run_id
 from rollout_core.objects import ObjectStore
 
 MODEL, OTHER = hash_bytes(b"model"), hash_bytes(b"other")

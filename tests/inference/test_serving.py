@@ -27,7 +27,7 @@ from rollout_core.agents import LLMProxy, ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend
 from rollout_core.data.text import token_ids_of
-from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
+from rollout_core.inference.backend import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.chat_api import RULED, Answered, ApiError, Writer, hermes_calls, read_ask
 from rollout_core.inference.engines import EngineOf, build_backend, close_engine, engine
 from rollout_core.inference.hf import TransformersEngine

@@ -15,7 +15,7 @@ from batches import make_batch
 from rollout_core.base.errors import Recoverable
 from rollout_core.config import SamplingParams, VLLMBackend
 from rollout_core.data.samples import Completion
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.engines import close_engine, engine
 from rollout_core.inference.serving import EngineServer
 from rollout_core.models.pretrained import load_tokenizer

@@ -18,7 +18,7 @@ from batches import make_batch, ref
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.engine_process import EngineProcess
 from rollout_core.inference.hf import TransformersEngine, _distribution
 from rollout_core.models.pretrained import load_causal_lm

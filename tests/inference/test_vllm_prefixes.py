@@ -17,7 +17,7 @@ from rollout_core.base.determinism import NUMERICS
 from rollout_core.config import SamplingParams, VLLMBackend, identity
 from rollout_core.config.inference import CPU_BLOCK_SIZE
 from rollout_core.data.samples import encode_completion
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 
 BEGINNING = "sort 3 1 4 1 5 9 2 6 5 3 5 8 9 7 9 3 2 3 8 4 6 2 6 4 3 3 8 3 2 7 9 "
 """More than a block's tokens."""

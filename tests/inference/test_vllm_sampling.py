@@ -21,7 +21,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import Completion, Failure, encode_completion, make_samples
-from rollout_core.inference.base import GathersStream, ModelRef, Request
+from rollout_core.inference.backend import GathersStream, ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.locating import import_model

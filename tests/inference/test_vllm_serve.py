@@ -13,7 +13,7 @@ from batches import make_batch
 from openai import AsyncOpenAI
 from served import VLLMServer
 
-from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import Recoverable
 from rollout_core.config import (
@@ -24,7 +24,7 @@ from rollout_core.config import (
     SamplingParams,
 )
 from rollout_core.data.samples import Completion, decode_completions_blob
-from rollout_core.inference.base import Request
+from rollout_core.inference.backend import Request
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.store import InMemoryLightningStore
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes, sample_id
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models import locating as model_import
 from rollout_core.models.locating import import_model

@@ -32,8 +32,8 @@ from rollout_core.models.gguf_writing import write_gguf
 from rollout_core.models.locating import Unchecked, converted_before, import_gguf, import_model
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import sources_of
 from rollout_core.objects.lineage import lineage_of
+from rollout_core.objects.origins import sources_of
 from rollout_core.plans.plan import check_model
 from tests.cli.test_cli import refused, rollout
 from tests.models import test_models

@@ -26,7 +26,7 @@ from rollout_core.base.processes import Limits
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts, try_prompts
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.bounded import inspecting, tokenizing
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render

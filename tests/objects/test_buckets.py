@@ -19,8 +19,8 @@ from google.oauth2.credentials import Credentials
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
 from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import collect_garbage
-from rollout_core.objects.store import blob_key
 from tests.objects.object_files import BUCKET, TREE, empty_store, in_pieces, keys, read_tree, write_tree
 from tests.support.faulty_proxy import KINDS, faulty_proxy
 from tests.support.gcp_server import GoogleCloud

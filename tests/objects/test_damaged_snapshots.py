@@ -12,9 +12,9 @@ import pytest
 from rollout_core.base.errors import NotFound
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import GcReport
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
-from rollout_core.objects.store import blob_key
 from rollout_core.objects.verification import repair_store, verify_store
 from tests.objects.object_files import NOTHING, write_tree
 

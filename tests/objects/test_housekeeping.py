@@ -23,13 +23,13 @@ from rollout_core.config.retention import Retention
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, local_trees
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.lineage import Lineage, record_lineage
-from rollout_core.objects.retention import housekeeping
+from rollout_core.objects.object_store import blob_key
+from rollout_core.objects.retention import rounds as housekeeping
 from rollout_core.objects.retention.garbage import collect_garbage
-from rollout_core.objects.retention.housekeeping import Cleaned
-from rollout_core.objects.retention.leases import lease, live_leases
+from rollout_core.objects.retention.rounds import Cleaned
+from rollout_core.objects.retention.run_leases import lease, live_leases
 from rollout_core.objects.retention.sweeps import announced
 from rollout_core.objects.retention.usage import measure
-from rollout_core.objects.store import blob_key
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import Entry, histories
 from tests.objects.test_snapshots import write
@@ -261,7 +261,7 @@ def test_a_lease_ends_with_its_process_and_otherwise_after_a_day(objects: Object
     code = (
         "import os, sys\n"
         "from rollout_core.objects import ObjectStore\n"
-        "from rollout_core.objects.retention.leases import lease\n"
+        "from rollout_core.objects.retention.run_leases import lease\n"
         "with lease(ObjectStore.from_url(sys.argv[1]), 'killed'):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -329,7 +329,7 @@ def test_usage_says_what_is_shared_and_what_is_ones_own(objects: ObjectStore, tm
 STEPS = """
 import os, sys
 from rollout_core.config.retention import Retention
-from rollout_core.objects.retention.housekeeping import clean
+from rollout_core.objects.retention.rounds import clean
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.promotion.history import histories

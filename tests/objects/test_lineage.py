@@ -14,17 +14,6 @@ from openlineage.client.event_v2 import Job, Run, RunEvent
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.imports import (
-    MAX_SOURCES,
-    Imported,
-    Source,
-    code_behind,
-    ids_at,
-    imports_behind,
-    record_import,
-    source_of_files,
-    sources_of,
-)
 from rollout_core.objects.lineage import (
     Lineage,
     in_order,
@@ -37,6 +26,17 @@ from rollout_core.objects.lineage import (
 )
 from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
 from rollout_core.objects.openlineage import events
+from rollout_core.objects.origins import (
+    MAX_SOURCES,
+    Imported,
+    Source,
+    code_behind,
+    ids_at,
+    imports_behind,
+    record_import,
+    source_of_files,
+    sources_of,
+)
 from rollout_core.objects.retention.garbage import Scope, collect_garbage
 from rollout_core.objects.verification import verify_store
 from tests.support.machine import DOT, require

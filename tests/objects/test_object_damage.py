@@ -12,7 +12,7 @@ from rollout_core.base.errors import CorruptRef
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
-from rollout_core.objects.store import blob_key
+from rollout_core.objects.object_store import blob_key
 from tests.objects.object_files import NOTHING, empty_store, in_pieces, keys, write_tree
 
 

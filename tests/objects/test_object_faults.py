@@ -19,7 +19,7 @@ import pytest
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.store import blob_key
+from rollout_core.objects.object_store import blob_key
 from tests.objects.object_files import NOTHING, keys, python, write_tree
 from tests.support.machine import ROOT, require
 

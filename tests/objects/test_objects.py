@@ -29,8 +29,8 @@ from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, ref_key
 from rollout_core.objects.local_trees import forget_local_tree, keep_local_tree
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.snapshots import SnapshotStore, identify
-from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import file_mark, files_of, hash_file
 from tests.objects.object_files import (
     BUCKET,
@@ -470,7 +470,7 @@ def test_a_file_that_is_written_to_after_it_was_hashed_is_a_conflict(
 
         return call
 
-    monkeypatch.setattr("rollout_core.objects.store.hash_file", then_written_to(hash_file))
+    monkeypatch.setattr("rollout_core.objects.object_store.hash_file", then_written_to(hash_file))
     monkeypatch.setattr("rollout_core.objects.snapshots.identify", then_written_to(identify))
     save = partial(SnapshotStore(local).save, file.parent, run_id="run", step=1, algorithm="sft")
     for put in (lambda: local.put_file(file), lambda: local.put_tree(file.parent), save):

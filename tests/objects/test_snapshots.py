@@ -24,9 +24,9 @@ from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, Missi
 from rollout_core.base.ids import ContentId, hash_bytes, named_ids
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, lineage_of, record_lineage
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import GcReport
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
-from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import tar_stream
 
 STATE = {"model/weights.safetensors": bytes(range(256)) * 100, "optimizer.bin": b"moments", "rng.json": b"[1,2]"}

@@ -15,9 +15,9 @@ from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import collect_garbage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
-from rollout_core.objects.store import blob_key
 from rollout_core.objects.verification import Damage, add_checks, repair_store, verify_store
 from tests.objects.object_files import NOTHING, TREE, empty_store, keys, write_tree
 

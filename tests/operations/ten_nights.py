@@ -46,7 +46,7 @@ from rollout_core.base.locks import SHARED_MEMORY
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import history_of
-from rollout_core.runs.records import RunRecords
+from rollout_core.runs.run_records import RunRecords
 from tests.flows.conftest import nightly_config, wait_for, write_toml
 from tests.flows.kills import Part, PostgresPart, answers, free_port
 from tests.operations.conftest import PROJECT, SETTINGS, receiving

@@ -28,8 +28,8 @@ import pytest
 from deployments.cli.worker import EXIT_DRAINED
 from deployments.spot import AWSMetadata, GCEMetadata, SpotWatch, machine_type, metadata
 from rollout_core.base.errors import ConfigError
+from rollout_core.objects.object_store import ObjectStore
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.objects.store import ObjectStore
 from tasks.runtime.flow_run import HANDED_BACK
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import PROJECT, Machine

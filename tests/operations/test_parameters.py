@@ -22,7 +22,7 @@ from deployments.worker import DrainingWorker
 from flows.cli import app
 from flows.nightly import nightly
 from rollout_core.base.errors import ConfigError
-from rollout_core.runs.records import RunRecords
+from rollout_core.runs.run_records import RunRecords
 from tasks.runtime.connections import objects
 
 pytestmark = pytest.mark.server

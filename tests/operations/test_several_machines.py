@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from rollout_core.objects.object_store import ObjectStore
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.objects.store import ObjectStore
 from tests.flows.conftest import wait_for
 from tests.flows.kills import answers, free_port
 from tests.objects.object_files import BUCKET

@@ -33,7 +33,7 @@ from deployments.status import (
     problems_of_workers,
 )
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.records import RunDetail, RunHead, RunRecords
+from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.types import EnqueueRolloutRequest
 from tests.flows.conftest import wait_for

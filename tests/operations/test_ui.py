@@ -31,15 +31,15 @@ from rollout_core.base.processes import ProcessName, this_machine
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage
-from rollout_core.objects.retention.leases import lease
+from rollout_core.objects.retention.run_leases import lease
 from rollout_core.objects.retention.unstored import hold_model, put_model
 from rollout_core.objects.trees import TreeFile, TreeManifest
 from rollout_core.promotion.history import Change, change_latest
-from rollout_core.runs.records import Live, MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
-from rollout_core.runs.samples import sample_sets
+from rollout_core.runs.run_records import Live, MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
+from rollout_core.runs.run_samples import sample_sets
 from rollout_core.store import InMemoryLightningStore, SqlLightningStore
 from rollout_core.store.http.app import create_app
-from rollout_core.store.http.serve import ServeSettings, with_pages
+from rollout_core.store.http.program import ServeSettings, with_pages
 from rollout_core.store.types import AttemptUpdate, Worker
 from tests.runs.test_run_records import evaluated
 from tests.store.conftest import Make

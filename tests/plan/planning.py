@@ -15,7 +15,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
-from rollout_core.store.connections import plain_connections
+from rollout_core.store.reachable import plain_connections
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,

@@ -24,10 +24,10 @@ from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, pars
 from rollout_core.models.facts import ModelSize
 from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.plans import resources
+from rollout_core.plans import memory_and_disk as resources
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
-from rollout_core.plans.resources import Need, States, Training
-from rollout_core.store.connections import plain_connections
+from rollout_core.plans.memory_and_disk import Need, States, Training
+from rollout_core.store.reachable import plain_connections
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
 SOLUTION = {"kind": "exact_match", "answer_key": "solution"}
@@ -38,7 +38,7 @@ def test_a_disk_that_cannot_hold_the_states_of_all_iterations_is_refused(work: P
     fact = plan("train-grpo", work)["resources"]["grpo disk (estimate)"]
     assert " training states of " in fact
     config = parse_config(document("train-grpo"), CONFIG_KINDS["train-grpo"])
-    monkeypatch.setattr("rollout_core.plans.resources.free_disk", lambda folder: 2**20)
+    monkeypatch.setattr("rollout_core.plans.memory_and_disk.free_disk", lambda folder: 2**20)
 
     def planned() -> dict[str, Any]:
         return plan_training(config, work, plain_connections())
@@ -391,8 +391,8 @@ def test_what_an_earlier_run_found_of_the_same_files_is_not_looked_at_again(
         return plan_nightly(config, work, plain_connections(), keep=True)
 
     # What is free may change from one plan to the next.
-    monkeypatch.setattr("rollout_core.plans.resources.device_memory", lambda: (2**33, 2**34))
-    monkeypatch.setattr("rollout_core.plans.resources.free_disk", lambda folder: 2**36)
+    monkeypatch.setattr("rollout_core.plans.memory_and_disk.device_memory", lambda: (2**33, 2**34))
+    monkeypatch.setattr("rollout_core.plans.memory_and_disk.free_disk", lambda folder: 2**36)
     facts = planned()
     import_model(ModelSource(uri="model"), ObjectStore.from_url(str(work / "objects")), work)  # as the run does then
     looked: list[str] = []
@@ -444,7 +444,7 @@ import sys
 from pathlib import Path
 from rollout_core.config import CONFIG_KINDS, parse_config
 from rollout_core.plans.learner_plan import plan_nightly
-from rollout_core.store.connections import plain_connections
+from rollout_core.store.reachable import plain_connections
 plan_nightly(parse_config({document("nightly")!r}, CONFIG_KINDS["nightly"]), Path(), plain_connections(), keep=True)
 print(*sorted({{"torch", "vllm", "transformers", "matplotlib"}} & set(sys.modules)))
 """

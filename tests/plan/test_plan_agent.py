@@ -13,7 +13,7 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LearnOnlineConfig, TrainAgentConfig, TunePromptConfig, apply_overrides, parse_config
 from rollout_core.plans.agent_plan import plan_agent, plan_online, plan_prompt
-from rollout_core.store.connections import plain_connections
+from rollout_core.store.reachable import plain_connections
 from tests.flows.kills import free_port
 
 AGENT = """

@@ -16,7 +16,7 @@ from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.plans import batch_plan
 from rollout_core.plans.batch_plan import plan_batch
-from rollout_core.store.connections import Connections
+from rollout_core.store.reachable import Connections
 from tests.plan.planning import CHAT, LONG, cache_hub_model, document, jsonl, plan, refusal
 
 

@@ -22,7 +22,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.runs import browsing
 from rollout_core.runs.browsing import SampleBrowser, SampleFile, SampleList, Search, find_list, sample_lists
 from rollout_core.runs.learned import Learned, learned_from
-from rollout_core.runs.records import RunDetail, RunHead, RunRecords, StageCall
+from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords, StageCall
 from rollout_core.runs.tokens import TokenTexts
 from tests.runs.test_run_records import call, evaluated
 

@@ -21,13 +21,13 @@ from rollout_core.config.retention import Retention
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import collect_garbage
-from rollout_core.objects.retention.leases import lease
-from rollout_core.objects.store import blob_key
+from rollout_core.objects.retention.run_leases import lease
 from rollout_core.runs.decisions import note_decision
 from rollout_core.runs.estimates import stage_times
 from rollout_core.runs.figures import MOST_POINTS, curves_of
-from rollout_core.runs.records import (
+from rollout_core.runs.run_records import (
     ABSENT,
     AtWork,
     Live,
@@ -43,7 +43,7 @@ from rollout_core.runs.records import (
     state_in_words,
     work_in_words,
 )
-from rollout_core.runs.samples import compare_held_out, final_evaluation, read_set, sample_sets
+from rollout_core.runs.run_samples import compare_held_out, final_evaluation, read_set, sample_sets
 from tests.objects.test_housekeeping import clean
 
 BEGAN = datetime(2026, 11, 25, 2, 0, tzinfo=UTC)
@@ -138,7 +138,7 @@ def test_housekeeping_gives_up_old_records(objects: ObjectStore, monkeypatch) ->
     RunRecords(objects).write(head(), RunDetail(config={}))
     clean(objects, Retention(grace_hours=0))
     assert len(RunRecords(objects).heads()) == 1
-    monkeypatch.setattr("rollout_core.objects.retention.housekeeping._DAY", 0.0)
+    monkeypatch.setattr("rollout_core.objects.retention.rounds._DAY", 0.0)
     clean(objects, Retention(grace_hours=0))
     assert RunRecords(objects).heads() == []
     assert dict(objects.blobs()) == {}

@@ -27,7 +27,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding_store import ForwardingLightningStore
 from tests.store.postgres import PostgresServer
 
 

@@ -16,7 +16,7 @@ from rollout_core.store.http import large_bodies, requests as http_requests, wir
 from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.resources import NamedResources
 from rollout_core.store.types import PaginatedResult, Rollout
-from rollout_core.web.errors import unprocessable
+from rollout_core.web.http_errors import unprocessable
 
 texts = st.text(max_size=30) | st.sampled_from(["\\", '"', '\\"', '"]}', "é\n\t", "😀" * 9, "\\" * 9 + '"'])
 values = st.recursive(

@@ -34,7 +34,7 @@ from rollout_core.store import (
     LightningStoreServer,
     SqlLightningStore,
 )
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding_store import ForwardingLightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.routes import ROUTES
 from rollout_core.store.http.transport import path_part

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollout_core.store import InMemoryLightningStore, LightningStoreServer
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding_store import ForwardingLightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.requests import MAX_GZIP_MEMBERS, BodyLimits, unpack_gzip
 from rollout_core.web.gate import _is_local

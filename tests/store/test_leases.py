@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.sql.leases import FORGET_SECONDS, Holding, Lease
+from rollout_core.store.sql.row_leases import FORGET_SECONDS, Holding, Lease
 from tests.store import patience
 
 pytestmark = pytest.mark.asyncio
@@ -147,7 +147,7 @@ async def test_a_lease_has_a_length(stores, seconds):
 RACE = """
 import asyncio, sys
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.sql.leases import Lease
+from rollout_core.store.sql.row_leases import Lease
 async def main(url, owner):
     async with SqlLightningStore.from_url(url) as store:
         print("ready", flush=True)

@@ -26,8 +26,8 @@ from rollout_core.base.errors import ConfigError, Recoverable, Stopped
 from rollout_core.base.queue_settings import QueueSettings, queue_settings
 from rollout_core.store import EnqueueRolloutRequest, InMemoryLightningStore, Rollout, SqlLightningStore
 from rollout_core.store.bridge.bridge import Bridge, rollout_request
+from rollout_core.store.bridge.bridge_program import look_at_queue, open_queue
 from rollout_core.store.bridge.queues import Message
-from rollout_core.store.bridge.running import look_at_queue, open_queue
 from rollout_core.store.bridge.sqs import SQSQueue
 from tests.store.patience import FOREVER, LONG
 from tests.store.ports import own_port

@@ -30,7 +30,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.sql import group_commit, postgres as postgres_sessions, postgres_server, store as sql_store
+from rollout_core.store.sql import group_commit, postgres as postgres_sessions, postgres_server, sql_store
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.postgres_server import connect, is_lost
 from tests.store.forking import leave

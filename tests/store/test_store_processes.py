@@ -18,7 +18,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig, SqlLightningStore
-from rollout_core.store.sql import store as sql_store
+from rollout_core.store.sql import sql_store
 from rollout_core.store.sql.database import REVISIONS
 from tests.store.forking import leave
 from tests.store.patience import FOREVER, LONG

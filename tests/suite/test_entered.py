@@ -39,7 +39,7 @@ async def test_an_enqueue_over_http_into_sqlite(tmp_path: Path):
         await client.close()
         await server.close()
     files = sorted(set.intersection(*found))  # what a server does from time to time comes between some of them
-    assert "rollout_core/store/sql/store.py" in files, "calls in the server's thread are seen too"
+    assert "rollout_core/store/sql/sql_store.py" in files, "calls in the server's thread are seen too"
     assert len(files) <= ENQUEUE, files
 
 
@@ -88,5 +88,5 @@ def test_a_batch_run(tmp_path: Path, tiny_model: Path, prefect_server: str):
         with entered.noting():
             run("second")
     files = entered.files()
-    assert "rollout_core/store/sql/store.py" in files and "rollout_core/inference/ledger.py" in files
+    assert "rollout_core/store/sql/sql_store.py" in files and "rollout_core/inference/ledger.py" in files
     assert len(files) <= BATCH_RUN, files

@@ -72,10 +72,10 @@ LIBRARIES = (
     "yaml",
     "rollout_core.config",
     "rollout_core.inference.batch",
-    "rollout_core.inference.runs",
+    "rollout_core.inference.batch_runs",
     "rollout_core.promotion.history",
     "rollout_core.rewards.scoring",
-    "rollout_core.runs.records",
+    "rollout_core.runs.run_records",
     "rollout_core.store.sql.by_url",
 )
 HIDDEN = ("accelerate", "datasets", "matplotlib", "pandas", "prefect", "pyarrow", "torch", "transformers")

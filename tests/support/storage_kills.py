@@ -29,8 +29,8 @@ from typing import Any
 
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.retention import Retention
-from rollout_core.objects import ObjectStore, SnapshotStore, backends, buckets, store
-from rollout_core.objects.retention import housekeeping, leases
+from rollout_core.objects import ObjectStore, SnapshotStore, backends, buckets, object_store as store
+from rollout_core.objects.retention import rounds as housekeeping, run_leases as leases
 from rollout_core.objects.retention.usage import measure
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import histories

@@ -11,7 +11,7 @@ import pytest
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
 from rollout_core.store import SqlLightningStore
-from tasks.runtime import connections, leases
+from tasks.runtime import connections, stage_leases as leases
 from tests.store.patience import LONG, wait_until
 
 KEY = hash_bytes(b"key")

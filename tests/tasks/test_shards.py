@@ -11,7 +11,7 @@ import pytest
 
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import InferBatchConfig, SamplingParams, ScriptedBackend, WorkersConfig
-from rollout_core.inference.runs import FailureLimit
+from rollout_core.inference.batch_runs import FailureLimit
 from rollout_core.inference.shards import read_shard, shards_of
 from rollout_core.objects import ObjectStore
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from rollout_core.agents.adapters.base import TraceAdapter, Triplet, as_spans
+from rollout_core.agents.adapters.adapter import TraceAdapter, Triplet, as_spans
 from rollout_core.agents.adapters.calls import (
     PROXY_SPANS,
     CallNames,

@@ -31,9 +31,9 @@ from rollout_core.objects.files import (
     hashed,
     parsed,
 )
-from rollout_core.objects.retention.leases import live_leases, unused_before
+from rollout_core.objects.object_store import ObjectStore, blob_key
+from rollout_core.objects.retention.run_leases import live_leases, unused_before
 from rollout_core.objects.retention.sweeps import announced
-from rollout_core.objects.store import ObjectStore, blob_key
 from rollout_core.objects.trees import TREE_BEGINS
 
 log = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from typing import Literal
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects.files import GIVEN_UP_REFS, RESULT_REFS, SNAPSHOT_REFS, FileStat
+from rollout_core.objects.object_store import ObjectStore, blob_key
 from rollout_core.objects.retention.garbage import KEEPING_REFS, WEIGHTS, Marking, Scope
 from rollout_core.objects.retention.sweeps import announced
 from rollout_core.objects.retention.unstored import note_pruned
 from rollout_core.objects.snapshots import FINISHED, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
-from rollout_core.objects.store import ObjectStore, blob_key
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from rollout_core.base.ids import ContentId
 from rollout_core.objects.addresses import complete_folder_id, is_folder
 from rollout_core.objects.files import CHOSEN_REFS, PRUNED_REFS
 from rollout_core.objects.local_trees import keep_local_tree
+from rollout_core.objects.object_store import ObjectStore
 from rollout_core.objects.records import Record
 from rollout_core.objects.retention.garbage import UNSTORED_MODEL, WEIGHTS
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.objects.store import ObjectStore
 from rollout_core.objects.trees import NO_CHECKS, Checks, TreeManifest
 
 

@@ -19,9 +19,9 @@ from rollout_core.objects.files import (
     FileStat,
     parsed,
 )
+from rollout_core.objects.object_store import blob_key
 from rollout_core.objects.retention.garbage import Marking, Scope
 from rollout_core.objects.snapshots import RUN_NAME
-from rollout_core.objects.store import blob_key
 
 
 class Use(BaseModel):

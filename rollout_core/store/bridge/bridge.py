@@ -22,8 +22,8 @@ from pydantic import ConfigDict, ValidationError
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable, RetryHint, Stopped
 from rollout_core.base.ids import content_id
 from rollout_core.base.queue_settings import QueueSettings
-from rollout_core.store.base import LightningStore
 from rollout_core.store.bridge.queues import CloudQueue, Message, RefusedCall
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.types import EnqueueRolloutRequest
 
 T = TypeVar("T")

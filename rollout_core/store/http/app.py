@@ -29,15 +29,15 @@ from starlette.routing import Route as WebRoute
 from starlette.types import ASGIApp
 
 from rollout_core.base.errors import NotFound
-from rollout_core.store.base import LightningStore
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import Lane
-from rollout_core.store.http.metrics import METRICS_PATH, Metrics
 from rollout_core.store.http.otlp import receive_traces
 from rollout_core.store.http.requests import BodyLimits, Memo, direct_app, endpoint_of
 from rollout_core.store.http.routes import ROUTES, Route
-from rollout_core.web.errors import ErrorBody, error_reply
+from rollout_core.store.http.server_metrics import METRICS_PATH, Metrics
 from rollout_core.web.gate import Gate
+from rollout_core.web.http_errors import ErrorBody, error_reply
 from rollout_core.web.listening import tune_gc
 
 MAX_BODY_BYTES = 64 << 20

@@ -16,9 +16,9 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
-from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import check_id_list, check_ids, resources_json
 from rollout_core.store.codec import encode_bytes, model_fields
+from rollout_core.store.contract import AttemptEnd, LightningStore
 from rollout_core.store.encoded_spans import encode_ends, span_json
 from rollout_core.store.http import wire
 from rollout_core.store.http.routes import ROUTES, Route

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.loops import LoopThread
 from rollout_core.store.http.wire import MAX_RECORDS
-from rollout_core.web.errors import TooLarge, unprocessable
+from rollout_core.web.http_errors import TooLarge, unprocessable
 
 Result = TypeVar("Result")
 

@@ -33,8 +33,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
-from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import check_ids
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import Lane, check_weight
@@ -51,7 +51,7 @@ from rollout_core.store.http.span_bodies import (
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import StatusCode, TraceState, otel_name, otel_value
 from rollout_core.store.types import AttemptedRollout
-from rollout_core.web.errors import TooLarge, WrongMediaType, status_of
+from rollout_core.web.http_errors import TooLarge, WrongMediaType, status_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_core.base.errors import ConfigError, UnknownOutcome
-from rollout_core.store.base import LightningStore
 from rollout_core.store.codec import encode_stored
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import LOOP_BYTES, LOOP_RECORDS, Lane, read_large
 from rollout_core.store.http.routes import Call, Route
 from rollout_core.store.types import PaginatedResult
-from rollout_core.web.errors import (
+from rollout_core.web.http_errors import (
     TooLarge,
     TooSlow,
     Unprocessable,

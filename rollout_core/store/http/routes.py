@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.loops import until_stop
-from rollout_core.store.base import LightningStore
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.encoded_spans import encode_span
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import list_fields

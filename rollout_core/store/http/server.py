@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.loops import refuse_finalizers
-from rollout_core.store.base import LightningStore
-from rollout_core.store.forwarding import ForwardingLightningStore, LightningStoreThreaded
+from rollout_core.store.contract import LightningStore
+from rollout_core.store.forwarding_store import ForwardingLightningStore, LightningStoreThreaded
 from rollout_core.store.http import wire
 from rollout_core.store.http.app import MAX_BODY_BYTES, AppSettings, create_app, serving
 from rollout_core.store.http.client import LightningStoreClient

@@ -25,7 +25,7 @@ from yarl import URL
 from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
 from rollout_core.base.settings import without_password
 from rollout_core.store.http import wire
-from rollout_core.web.errors import FromBetween, error_from
+from rollout_core.web.http_errors import FromBetween, error_from
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout_core.base.loops import Bell, Waiters
-from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_id_list,
     check_ids,
@@ -18,6 +17,7 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import decode
+from rollout_core.store.contract import AttemptEnd, LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan, encode_ends, encode_span
 from rollout_core.store.lifecycle import RUNNING, is_watched, lost_status
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort

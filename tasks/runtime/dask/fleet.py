@@ -34,8 +34,8 @@ from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.processes import this_machine
 from rollout_core.config import DaskCluster, DaskConfig, WorkersConfig
 from rollout_core.inference.batch import Progress
+from rollout_core.inference.batch_runs import tally
 from rollout_core.inference.ledger import this_worker
-from rollout_core.inference.runs import tally
 from rollout_core.plans.cluster import LOCAL_CLUSTERS, in_words, offers
 from tasks.runtime import connections, events
 from tasks.runtime.dask.worker import Driver, EngineKeeper, address_of, run_stage

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_core.config import PlacedRun, PlacementConfig, Run, WorkersConfig
 from rollout_core.config.inference import StagePlace
 from rollout_core.inference.batch import Progress
-from rollout_core.inference.runs import forget_tally, tally
+from rollout_core.inference.batch_runs import forget_tally, tally
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from tasks.runtime import connections

@@ -33,8 +33,8 @@ from rollout_core.base.processes import this_machine
 from rollout_core.base.settings import without_password
 from rollout_core.config import VLLMBackend, WorkersConfig
 from rollout_core.inference.batch import Progress
+from rollout_core.inference.batch_runs import forget_tally, tally
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.pretrained import prepare_transformers
 from rollout_core.rewards.kept import close_rewards
 from tasks.runtime import connections

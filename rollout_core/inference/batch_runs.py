@@ -33,7 +33,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
 from rollout_core.store import Attempt, AttemptUpdate, LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan
-from rollout_core.store.forwarding import StoreView
+from rollout_core.store.forwarding_store import StoreView
 
 RUN_ID_FILE = "run-id"
 RUN_REFS = "runs"

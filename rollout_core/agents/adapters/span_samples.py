@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_core.agents.adapters.ended import EndedRollout, as_they_were, read_rollouts
-from rollout_core.agents.adapters.tokens import (
+from rollout_core.agents.adapters.token_sequences import (
     NoLogprobs,
     SampleForm,
     TokenTrajectory,

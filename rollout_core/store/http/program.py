@@ -22,10 +22,10 @@ from uvicorn.supervisors.multiprocess import Process
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import signal_name
-from rollout_core.store.base import LightningStore
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.http.app import AppSettings, create_app, serving
-from rollout_core.store.http.metrics import MULTIPROCESS_FOLDER
-from rollout_core.store.sql.store import SqlLightningStore
+from rollout_core.store.http.server_metrics import MULTIPROCESS_FOLDER
+from rollout_core.store.sql.sql_store import SqlLightningStore
 from rollout_core.web.listening import MainServer, listen, require_key, url_of, uvicorn_config
 
 PAGES_PATH = "/ui"

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from rollout_core.base.loops import LoopLock
-from rollout_core.store.base import LightningStore
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.types import LightningStoreCapabilities
 
 

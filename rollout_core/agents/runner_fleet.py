@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.queue import RolloutQueue
-from rollout_core.agents.supervision import mark_dead_workers
+from rollout_core.agents.run_queue import RolloutQueue
+from rollout_core.agents.run_supervision import mark_dead_workers
 from rollout_core.agents.worker import (
     BAD_AGENT,
     END_SECONDS,

@@ -20,7 +20,7 @@ from rollout_core.base.errors import CorruptObject, CorruptRef, NotFound, Rollou
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import ProcessName
 from rollout_core.objects.files import SNAPSHOT_REFS, TOUCH_AFTER_SECONDS, ref_key
-from rollout_core.objects.store import ObjectStore
+from rollout_core.objects.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from rollout_core.agents.proxy.pools import Pool, Seat
 from rollout_core.agents.proxy.recording import Call
+from rollout_core.agents.proxy.upstream_pools import Pool, Seat
 from rollout_core.agents.proxy.upstreams import Upstream
 from rollout_core.base.settings import Redaction
 from rollout_core.inference.endpoint import (

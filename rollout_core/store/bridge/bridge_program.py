@@ -10,11 +10,11 @@ from collections.abc import Callable
 from rollout_core.base.errors import ConfigError, Recoverable, Stopped
 from rollout_core.base.queue_settings import QueueSettings
 from rollout_core.base.settings import BLOCK_PREFIX, locations, stop_seconds
-from rollout_core.store.base import LightningStore
 from rollout_core.store.bridge.bridge import Bridge, Tally
 from rollout_core.store.bridge.queues import CloudQueue
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.http.client import LightningStoreClient
-from rollout_core.store.sql.store import SqlLightningStore
+from rollout_core.store.sql.sql_store import SqlLightningStore
 
 
 def open_queue(settings: QueueSettings) -> CloudQueue:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rollout_core.base.ids import hash_bytes
 from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
-from rollout_core.store.base import LightningStore
+from rollout_core.store.contract import LightningStore
 from rollout_core.store.sql.by_url import check
 
 OpenStore = Callable[[], AbstractAsyncContextManager[LightningStore]]

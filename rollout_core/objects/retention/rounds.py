@@ -22,7 +22,7 @@ from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile,
 from rollout_core.objects.files import EXPIRED_REFS, PRUNED_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
 from rollout_core.objects.lineage import trained_as
 from rollout_core.objects.retention.garbage import GcReport, Scope, collect_garbage
-from rollout_core.objects.retention.leases import live_leases, unused_before
+from rollout_core.objects.retention.run_leases import live_leases, unused_before
 from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, expire_ref
 
 MIN_GRACE_HOURS = 7.0

@@ -30,7 +30,7 @@ from rollout_core.base.stopping import (
     raise_if_stopping,
 )
 from rollout_core.inference.ledger import this_worker
-from rollout_core.store.sql.leases import Holding, Lease, LeaseBook
+from rollout_core.store.sql.row_leases import Holding, Lease, LeaseBook
 from tasks.runtime import connections
 from tasks.runtime.journal import stage_logger
 

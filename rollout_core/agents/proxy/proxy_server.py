@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from rollout_core.agents.proxy.app import ProxyApp
-from rollout_core.agents.proxy.delivery import CallDelivery
-from rollout_core.agents.proxy.forwarding import Forwarder
-from rollout_core.agents.proxy.pools import Pools, SwapPolicy
+from rollout_core.agents.proxy.call_delivery import CallDelivery
+from rollout_core.agents.proxy.proxy_app import ProxyApp
+from rollout_core.agents.proxy.upstream_pools import Pools, SwapPolicy
+from rollout_core.agents.proxy.upstream_requests import Forwarder
 from rollout_core.agents.proxy.upstreams import GivenModel, ModelEntry, Upstream, model_entries
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store import LLM, LightningStore, ProxyLLM

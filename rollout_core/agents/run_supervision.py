@@ -17,12 +17,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait as wait_for
 from typing import Any
 
-from rollout_core.agents.processes import RunnerProcesses
-from rollout_core.agents.running import ExecutionEvent
+from rollout_core.agents.agent_calls import ExecutionEvent
+from rollout_core.agents.runner_processes import RunnerProcesses
 from rollout_core.base.errors import Conflict, Fatal, in_words
 from rollout_core.base.stopping import in_thread
 from rollout_core.store import LightningStore
-from rollout_core.store.forwarding import StoreView
+from rollout_core.store.forwarding_store import StoreView
 
 logger = logging.getLogger(__name__)
 

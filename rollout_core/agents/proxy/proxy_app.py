@@ -20,16 +20,16 @@ from urllib.parse import unquote
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from rollout_core.agents.proxy.delivery import FLUSH, FLUSH_SECONDS, UNDER_WAY_SECONDS, CallDelivery, Ticket
-from rollout_core.agents.proxy.forwarding import Exchange, Failed, Forwarder, Headers, Outgoing, error_body
-from rollout_core.agents.proxy.pools import Pool, Pools
+from rollout_core.agents.proxy.call_delivery import FLUSH, FLUSH_SECONDS, UNDER_WAY_SECONDS, CallDelivery, Ticket
 from rollout_core.agents.proxy.recording import CHAT, COMPLETIONS, Call
+from rollout_core.agents.proxy.upstream_pools import Pool, Pools
+from rollout_core.agents.proxy.upstream_requests import Exchange, Failed, Forwarder, Headers, Outgoing, error_body
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import content_id
 from rollout_core.base.json_text import read_json
 from rollout_core.store import LightningStore
-from rollout_core.web.errors import Unauthorized
 from rollout_core.web.gate import Gate
+from rollout_core.web.http_errors import Unauthorized
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollout_core.base.errors import Conflict, Recoverable
 from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.loops import Bell, Waiters
-from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_id_list,
     check_ids,
@@ -26,6 +25,7 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import encode
+from rollout_core.store.contract import AttemptEnd, LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan, encode_ends, encode_span, span_json
 from rollout_core.store.operations import new_rollouts
 from rollout_core.store.queries import (
@@ -38,11 +38,11 @@ from rollout_core.store.queries import (
 )
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
-from rollout_core.store.sql import attempts, queries, queue
+from rollout_core.store.sql import attempts, sql_queries as queries, sql_queue as queue
 from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.leases import LeaseBook
+from rollout_core.store.sql.row_leases import LeaseBook
 from rollout_core.store.stored_spans import span_model
 from rollout_core.store.types import (
     UNSET,

@@ -25,7 +25,7 @@ from rollout_core.agents.policy_session import (
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import ImportanceCorrection, LiveTraffic, ModelSource
 from rollout_core.config.agents import AgentGRPO, AgentPPO
-from rollout_core.inference.base import ModelRef
+from rollout_core.inference.backend import ModelRef
 from rollout_core.objects import Checkpoint, Experience
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from rollout_core.base.errors import (
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import RUN_RECORD_REFS, ref_key
-from rollout_core.objects.retention.leases import live_leases
+from rollout_core.objects.retention.run_leases import live_leases
 
 log = logging.getLogger(__name__)
 

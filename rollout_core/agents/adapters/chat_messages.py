@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from rollout_core.agents.adapters.base import TraceAdapter, as_spans
+from rollout_core.agents.adapters.adapter import TraceAdapter, as_spans
 from rollout_core.agents.adapters.calls import PROXY_SPANS, CallNames, parsed
 from rollout_core.agents.adapters.chat import Message, completion_messages, prompt_messages, tool_call, tools
 from rollout_core.agents.attributes import nested

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_core.base.errors import Fatal, Recoverable
-from rollout_core.store.base import LightningStore
+from rollout_core.store.contract import LightningStore
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _COUNTS = ("total_rollouts", "total_attempts", "total_spans", "total_resources", "total_workers")

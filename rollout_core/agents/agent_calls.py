@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from rollout_core.agents.agent import LitAgent, RolloutRawResult
 from rollout_core.agents.emitters import reward_attributes
+from rollout_core.agents.lit_agent import LitAgent, RolloutRawResult
 from rollout_core.base.errors import ConfigError, Recoverable, in_words
 from rollout_core.base.stopping import in_thread, is_stopping
 from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, Span, SpanCoreFields

@@ -16,7 +16,7 @@ from rollout_core.base.errors import Conflict
 from rollout_core.base.loops import Bell
 from rollout_core.inference.ledger import is_gone
 from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, ResourcesUpdate, Rollout
-from rollout_core.store.forwarding import StoreView
+from rollout_core.store.forwarding_store import StoreView
 from rollout_core.store.lifecycle import FINISHED
 
 INTERRUPTIONS = 20

@@ -14,7 +14,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.promotion.bootstrap import PairedGain, paired_gain
-from rollout_core.runs.records import RunDetail, RunHead
+from rollout_core.runs.run_records import RunDetail, RunHead
 
 _NOT_OWN = ("guard ", "latest", "held out, ")
 """Labels of evaluations that promotion's guards ask for, of the model that was latest, and of guards of training."""
