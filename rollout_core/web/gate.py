@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_core.web.http_errors import Forbidden, Unauthorized, error_reply
+from rollout_core.web.http_errors import Forbidden, Unauthorized
 from rollout_core.web.listening import is_loopback
+from rollout_core.web.replies import error_reply
 
 
 class Gate:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from starlette.responses import Response
 
 from rollout_core.base.errors import (
     ConfigError,
@@ -20,8 +18,6 @@ from rollout_core.base.errors import (
     UnknownOutcome,
 )
 from rollout_core.base.json_text import ordered_json
-
-logger = logging.getLogger(__name__)
 
 
 class ErrorBody(BaseModel):
@@ -134,19 +130,6 @@ def error_body(error: Exception) -> bytes:
         content_id=getattr(error, "content_id", None),
     )
     return ordered_json(body.model_dump())
-
-
-def error_reply(error: Exception) -> Response:
-    """The reply that says ``error``; what nobody foresaw is logged."""
-    status = status_of(error)
-    if status >= 500:
-        logger.error("a request failed: %s", error, exc_info=error if status == 500 else None)
-    headers: dict[str, str] = {}
-    if isinstance(error, Recoverable):
-        headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), status, headers, media_type="application/json")
 
 
 _ERROR_BODY = TypeAdapter(ErrorBody)

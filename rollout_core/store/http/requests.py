@@ -25,14 +25,8 @@ from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import LOOP_BYTES, LOOP_RECORDS, Lane, read_large
 from rollout_core.store.http.routes import Call, Route
 from rollout_core.store.types import PaginatedResult
-from rollout_core.web.http_errors import (
-    TooLarge,
-    TooSlow,
-    Unprocessable,
-    WrongMediaType,
-    error_reply,
-    unprocessable,
-)
+from rollout_core.web.http_errors import TooLarge, TooSlow, Unprocessable, WrongMediaType, unprocessable
+from rollout_core.web.replies import error_reply
 
 logger = logging.getLogger(__name__)
 
