@@ -7,10 +7,10 @@ ARG EXTRAS=vllm,s3,gcs,postgres,dask,agents
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# Triton and vLLM compile kernels when an engine starts.
+# Triton and vLLM compile kernels when an engine starts; graphviz draws lineage.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev graphviz \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/rollout

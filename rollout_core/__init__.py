@@ -38,8 +38,6 @@ moved.alias(
         "objects.giving_up": "rollout_core.objects.retention.pruning",
         "objects.imports": "rollout_core.objects.origins",
         "objects.leases": "rollout_core.objects.retention.run_leases",
-        "objects.retention.housekeeping": "rollout_core.objects.retention.rounds",
-        "objects.retention.leases": "rollout_core.objects.retention.run_leases",
         "objects.store": "rollout_core.objects.object_store",
         "objects.sweeps": "rollout_core.objects.retention.sweeps",
         "objects.unstored": "rollout_core.objects.retention.unstored",
@@ -67,7 +65,6 @@ moved.alias(
         "store.sql.queue": "rollout_core.store.sql.sql_queue",
         "store.sql.store": "rollout_core.store.sql.sql_store",
         "store.sql.stored_spans": "rollout_core.store.stored_spans",
-        "web.errors": "rollout_core.web.http_errors",
     },
 )
 

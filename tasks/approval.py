@@ -50,7 +50,8 @@ def ask_a_person(
     found = Candidate.of(promotion, config.resource, served, run, pictures or {})
     candidate = file_candidate(current_stage().objects, found)
     name, bounds = f"{found.model.short} of {run}", {"hours": config.approval_hours, "undecided": config.undecided}
-    asking = start_once(DEPLOYMENT, {"candidate": candidate, "name": name, **bounds}, key=found.question)
+    given = {"candidate": candidate, "name": name, **bounds}
+    asking = start_once(DEPLOYMENT, given, key=found.question, about=f"the candidate {found.model.short}")
     if asking is None:
         line = f"no deployment {DEPLOYMENT} asks on this server; `rollout promote {found.model.short}` promotes it"
     else:

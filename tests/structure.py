@@ -7,15 +7,12 @@ of type checkers alone (under ``TYPE_CHECKING``) is none, as nothing runs along 
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PROMOTION = re.compile(r"promot(?!e_types)", re.IGNORECASE)
-"""Not torch.promote_types."""
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rollout_core", "blocks", "tasks", "flows", "deployments")
 OWN_ROOMS = ("flows.cli", "tasks.runtime")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, get_args
 
 from rollout_core.agents.delivery import retried
-from rollout_core.agents.lit_agent import CURRENT_TRAINER, current
+from rollout_core.agents.lit_agent import CURRENT_TRAINER, current, warn_of
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import (
     EnqueueRolloutRequest,
@@ -66,6 +66,10 @@ class Algorithm:
     def run(self, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None) -> Awaitable[None] | None:
         """Enqueue tasks, learn from what comes of them, publish resources. The run ends when this returns."""
         raise NotImplementedError(f"{type(self).__name__} does not define run")
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Deprecated, and without effect: see `get_trainer`."""
+        warn_of("set_trainer")
 
     def get_trainer(self) -> Any:
         """Deprecated: the trainer sets what an algorithm needs. Raises ConfigError outside of ``Trainer.fit``."""

@@ -13,8 +13,9 @@ import functools
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 from rollout_core.agents.tracing import Tracer
@@ -44,9 +45,41 @@ class CurrentRunner(Protocol):
         ...
 
 
-CURRENT_RUNNER: ContextVar[CurrentRunner | None] = ContextVar("rollout-runner", default=None)
-"""The runner whose rollout this code is part of: runners in threads of one process share the agent."""
-CURRENT_TRAINER: ContextVar[Any] = ContextVar("rollout-trainer", default=None)
+class Current:
+    """What runs this code: runners in threads of one process share the agent. A thread that the code started itself has
+    no context of it; there it is the last one of this process."""
+
+    def __init__(self, name: str) -> None:
+        self._of_context: ContextVar[Any] = ContextVar(name, default=None)
+        self._last: weakref.ref[Any] | None = None
+
+    def set(self, value: Any) -> Token[Any]:
+        """Have the code of this context run by ``value``, which is referred to weakly where it is found elsewhere."""
+        self.remember(value)
+        return self._of_context.set(value)
+
+    def remember(self, value: Any) -> None:
+        """Have it be the last one of this process."""
+        self._last = weakref.ref(value)
+
+    def forget(self, value: Any) -> None:
+        """Have nothing be the last one of this process, where ``value`` is."""
+        if self._last is not None and self._last() is value:
+            self._last = None
+
+    def reset(self, before: Token[Any]) -> None:
+        """Undo a `set` of this context."""
+        self.forget(self._of_context.get())
+        self._of_context.reset(before)
+
+    def get(self) -> Any:
+        """None where nothing of this process has run such code, or what did is gone."""
+        return self._of_context.get() or (None if self._last is None else self._last())
+
+
+CURRENT_RUNNER = Current("rollout-runner")
+"""The runner whose rollout this code is part of."""
+CURRENT_TRAINER = Current("rollout-trainer")
 """The trainer whose run this code is part of, in the trainer's own process. For the deprecated accessors alone."""
 
 _INJECTED = ("task", "rollout", "llm", "prompt_template", "resources")
@@ -80,11 +113,19 @@ class LitAgent(Generic[Task]):
 
     @property
     def tracer(self) -> Tracer:
-        """What records this rollout. Raises ConfigError outside of a rollout."""
-        runner = CURRENT_RUNNER.get()
+        """What records this rollout, in threads that the agent starts, too. Raises ConfigError outside of a runner."""
+        runner: CurrentRunner | None = CURRENT_RUNNER.get()
         if runner is None:
             raise ConfigError("the agent has no tracer now; it has one while a runner runs it")
         return runner.tracer
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Deprecated, and without effect: see `trainer`."""
+        warn_of("set_trainer")
+
+    def set_runner(self, runner: Any) -> None:
+        """Deprecated, and without effect: see `runner`."""
+        warn_of("set_runner")
 
     def rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
         """Work on one task. ``resources`` are those that the algorithm published, by name."""
@@ -113,17 +154,19 @@ class LitAgent(Generic[Task]):
         return await self.rollout_async(task, resources, rollout)
 
 
-def current(variable: ContextVar[Any], what: str) -> Any:
+def current(variable: Current, what: str) -> Any:
     """What runs this code, for accessors that go with the next release. Raises ConfigError where nothing does."""
-    warnings.warn(
-        f"the {what} goes with the next release; give agents and algorithms what they need of it",
-        FutureWarning,
-        stacklevel=3,
-    )
+    warn_of(f"the {what}", stacklevel=4)
     found = variable.get()
     if found is None:
         raise ConfigError(f"there is no {what} here; there is one while a {what} of this process runs this code")
     return found
+
+
+def warn_of(what: str, stacklevel: int = 3) -> None:
+    """Say that something goes with the next release."""
+    text = f"{what} goes with the next release; give agents and algorithms what they need of it"
+    warnings.warn(text, FutureWarning, stacklevel=stacklevel)
 
 
 class FunctionalLitAgent(LitAgent[Any]):

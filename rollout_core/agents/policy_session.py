@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_core.agents.adapters.ended import look_up
+from rollout_core.agents.adapters.ended import earned_rewards
 from rollout_core.agents.adapters.span_samples import adapt_rollouts
 from rollout_core.agents.adapters.token_sequences import SampleForm
 from rollout_core.agents.algorithm import (
@@ -335,9 +335,9 @@ class PolicySession:
         finally:
             if sampling != self.sampling:
                 await self.load(self.serving, self.sampling)
-        found = await look_up(self.store, self.learner.objects, ids, self.serving)
-        mean = found.mean_reward if found.num_rewards else math.nan
-        return Evaluation(mean, len(ids), len(ids) - found.num_rewards)
+        rewards = await earned_rewards(self.store, ids)
+        mean = math.fsum(rewards) / len(ids) if rewards else math.nan
+        return Evaluation(mean, len(ids), len(ids) - len(rewards))
 
     async def adapt(self, rollout_ids: Sequence[str]) -> Adapted:
         """Samples of the policy's calls."""

@@ -142,9 +142,11 @@ class Runner(Generic[Task]):
         self.init(agent, hooks=hooks)
         try:
             self.init_worker(worker_id, store)
+            CURRENT_RUNNER.remember(self)
             try:
                 yield self
             finally:
+                CURRENT_RUNNER.forget(self)
                 self.teardown_worker(worker_id)
         finally:
             self.teardown()

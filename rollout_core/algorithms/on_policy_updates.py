@@ -233,6 +233,7 @@ def _gkd(start: _Start) -> _Algorithm:
 
 
 def _online_dpo(start: _Start) -> _Algorithm:
+    _ = start.groups  # raises where there is another number of them, which pairs would be made of all the same
     held_to = start.reference_policy()
     with start.accelerator.autocast():  # as the loss will be computed
         pairs, figures = best_and_worst(held_to, start.rewarded, start.settings, **start.options)

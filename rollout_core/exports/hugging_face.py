@@ -68,9 +68,9 @@ def export_model(
     """Write a model's files to ``folder``, with a card, the records of its lineage and its figures; what the card says.
 
     ``folder`` must not exist, or be empty; it appears whole and verified, or not at all. ``name`` is the card's title.
-    ``as_gguf`` adds the model as one file, `gguf_file.FILE`. ``as_adapter`` writes what LoRA trained alone, for peft,
-    instead of the model (`write_adapter`). ``dtype`` is that of the weights: ``base``, as the model
-    has it that training began with; ``stored``, as they are; or one of `precision.DTYPES`.
+    ``as_gguf`` adds the model as one file, `gguf_writing.FILE`. ``as_adapter`` writes what LoRA trained alone, for
+    peft, instead of the model (`write_adapter`). ``dtype`` is that of the weights: ``base``, as the model has it that
+    training began with; ``stored``, as they are; or one of `precision.DTYPES`.
     Raises Conflict, MissingObject or CorruptObject, ConfigError as `write_gguf`, and where the dtype cannot hold a
     weight.
     """

@@ -216,9 +216,13 @@ def as_svg(
     """
     source = as_dot(graph, asked=asked, link=link)
     try:
-        done = subprocess.run(["dot", "-Tsvg"], input=source, capture_output=True, text=True, timeout=DRAWING_SECONDS)
+        done = subprocess.run(
+            ["dot", "-Tsvg"], input=source, capture_output=True, encoding="utf-8", timeout=DRAWING_SECONDS
+        )
     except FileNotFoundError:
         raise ConfigError(NEEDS_DOT) from None
+    except OSError as error:
+        raise RolloutError(f"dot cannot be run: {error.strerror or error}") from error
     except subprocess.TimeoutExpired:
         raise RolloutError(
             f"dot drew for more than {DRAWING_SECONDS} s: {len(graph.nodes)} boxes are too many"

@@ -205,7 +205,7 @@ def about(config: Run) -> dict[str, str]:
     algorithm = getattr(config, "algorithm", None)
     model = getattr(config, "model", None) or getattr(algorithm, "base_model", None)
     learners = [name.upper() for name in _LEARNERS if getattr(config, name, None) is not None]
-    kinds = learners if algorithm is None else [algorithm.family.upper()]
+    kinds = learners if algorithm is None else [algorithm.variant.upper().replace("_", " ")]
     return {
         "run": config.run.name,
         **({} if model is None else {"model": model.uri}),

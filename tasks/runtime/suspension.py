@@ -36,8 +36,9 @@ _GIVEN_UP_SECONDS = 300.0
 FormT = TypeVar("FormT", bound=RunInput)
 
 
-def start_once(name: str, parameters: Mapping[str, Any], *, key: str) -> FlowRun | None:
+def start_once(name: str, parameters: Mapping[str, Any], *, key: str, about: str) -> FlowRun | None:
     """A run of the deployment ``name``, the same for the same ``key``; None where there is no such deployment.
+    ``about``: what it is to ask about, for errors.
 
     Raises Recoverable where the server cannot be reached.
     """
@@ -48,7 +49,7 @@ def start_once(name: str, parameters: Mapping[str, Any], *, key: str) -> FlowRun
     except ObjectNotFound:
         return None
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        raise Recoverable(f"the Prefect server did not start a run of {name}: {error}") from error
+        raise Recoverable(f"the Prefect server did not start a run of {name} about {about}: {error}") from error
 
 
 def standing(run: FlowRun, *, refused: str) -> str:

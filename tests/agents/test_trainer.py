@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -458,7 +459,9 @@ def test_split_roles_of_one_program_meet(tmp_path, monkeypatch, port):
 def test_accessors_that_go_with_the_next_release_still_find_what_runs_the_code():
     class Looks(LitAgent):
         def rollout(self, task, resources, rollout):
-            with pytest.warns(FutureWarning, match="goes with the next release"):
+            with ThreadPoolExecutor(1) as threads, pytest.warns(FutureWarning, match="goes with the next release"):
+                of_thread = threads.submit(lambda: (self.trainer, self.runner, self.tracer)).result()
+                assert of_thread == (self.trainer, self.runner, self.tracer)
                 return float(self.trainer is made and self.runner.tracer is self.tracer)
 
     @algo
@@ -474,6 +477,10 @@ def test_accessors_that_go_with_the_next_release_still_find_what_runs_the_code()
     made = trainer(shm(), algorithm=once)
     made.fit(Looks())
     assert found == [1.0, made]
+    with pytest.raises(ConfigError, match="no tracer now"):
+        _ = Looks().tracer
+    with pytest.warns(FutureWarning, match="set_trainer goes with the next release"):
+        Looks().set_trainer(made)
 
 
 def test_component_specs():

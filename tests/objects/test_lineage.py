@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from openlineage.client.event_v2 import Job, Run, RunEvent
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import (
@@ -343,6 +343,9 @@ def test_an_image_shows_every_stage_once_and_inputs_near_what_takes_them() -> No
 def test_without_graphviz_an_image_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no dot: install graphviz \(apt-get install graphviz\)"):
+        as_svg(lineage_graph([made("update", {}, MODEL)]))
+    (tmp_path / "dot").write_text("no program")
+    with pytest.raises(RolloutError, match="dot cannot be run: Permission denied"):
         as_svg(lineage_graph([made("update", {}, MODEL)]))
 
 

@@ -96,6 +96,15 @@ def _digest(spans: Sequence[Span]) -> ContentId | None:
     return content_id("spans/1", [span.model_dump(mode="json") for span in spans])
 
 
+async def earned_rewards(store: LightningStore, rollout_ids: Sequence[str]) -> list[float]:
+    """Those of the rollouts that earned one, see `earned_reward`. Nothing is filed."""
+    return [
+        reward
+        async for _, rollout, spans in read_rollouts(store, rollout_ids)
+        if rollout is not None and (reward := earned_reward(rollout.status, spans)) is not None
+    ]
+
+
 async def look_up(
     store: LightningStore, objects: ObjectStore, rollout_ids: Sequence[str], model: ContentId
 ) -> AgentRollouts:
