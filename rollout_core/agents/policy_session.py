@@ -47,6 +47,7 @@ from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.serving import EngineServer
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.launch import run_update
+from rollout_core.launch.own_loss import with_code
 from rollout_core.models.locating import import_model
 from rollout_core.objects import Checkpoint, Experience, ObjectStore, SnapshotStore
 from rollout_core.objects.retention.garbage import UPDATE_REFS
@@ -143,7 +144,7 @@ class PolicyLearner:
         num_threads: int | None = None,
         name: str = "agent",
     ) -> None:
-        self.settings = settings
+        self.settings = with_code(settings, base or Path.cwd())
         self.objects = objects
         self.reference = import_model(model, objects, base or Path.cwd()) if isinstance(model, ModelSource) else model
         self.model: ContentId = self.reference

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
+from rollout_core.config import LearnerSettings
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.retention.unstored import local_model, put_stored_model
 from rollout_core.objects.snapshots import MODEL_FOLDER, Snapshot, SnapshotStore, progress_ref
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 STATE, ABOUT = "state", "about.json"
 STORED = "stored"
 """Name of an empty file next to a held state that the object store has, too."""
+OwnLossFunction = Callable[..., Any]
+"""Of tensors; gives the loss of each token, pair or answer."""
 Seen = tuple[tuple[str, FileMark], ...]
 """Files of a folder as they are."""
 _known_whole: set[tuple[ContentId, Seen]] = set()
@@ -66,6 +70,8 @@ class UpdateContext:
     """Where training states are that are not stored, and the last one in any case."""
     stores_state: bool = True
     """False: the state at the end is held there, and there are none on the way but where the update is stopped."""
+    own_loss: OwnLossFunction | None = None
+    """The loss of the user's own that the settings name, of the tensors in the order of their ``loss_arguments``."""
     is_stopping: Callable[[], bool] = field(default=lambda: False)
     """Asked after each step. Once it says True, here or in another process, the update keeps its state and ends."""
     check: Callable[[], None] = field(default=lambda: None)
@@ -84,6 +90,12 @@ class UpdateContext:
         with scratch_folder("restore") as scratch:
             SnapshotStore(self.objects).restore(state_id, scratch / "state")
             yield scratch / "state"
+
+    def loss_of(self, settings: LearnerSettings) -> OwnLossFunction | None:
+        """``own_loss``. Raises ConfigError where the settings name one and it was not loaded."""
+        if settings.own_loss is not None and self.own_loss is None:
+            raise ConfigError(f"loss {settings.own_loss.path} is not loaded; train by rollout_core.launch.run_update")
+        return self.own_loss
 
     @property
     def progress_ref(self) -> str:

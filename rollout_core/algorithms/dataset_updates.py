@@ -183,8 +183,10 @@ def preference_update(
     accelerator, policy, ref_logps, ref_others = start(model, reference, *documents, settings, context)
     settings = divided(settings)
 
+    options = {"seed": context.seed, "device": accelerator.device, "own_loss": context.loss_of(settings)}
+
     def algorithm(rows: Sequence[Any], logps: Tensor) -> DatasetAlgorithm[Any]:
-        return algorithm_of(policy, rows, logps, settings, seed=context.seed, device=accelerator.device)
+        return algorithm_of(policy, rows, logps, settings, **options)
 
     held_out_algorithm = algorithm(others, ref_others) if others else None
     evaluation = evaluation_of(held_out_algorithm, held_out, settings, accelerator)

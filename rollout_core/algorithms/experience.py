@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import Groups, deviation
+from rollout_core.algorithms.context import OwnLossFunction
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.parallel import all_reduce_sum, data_ranks, split_across_ranks, token_microbatches
 from rollout_core.algorithms.policy import Policy
@@ -434,7 +435,10 @@ class OnPolicyUpdate(Generic[SettingsT]):
         seed: int,
         device: torch.device,
         groups: Groups | None = None,
+        own_loss: OwnLossFunction | None = None,
     ) -> None:
+        """own_loss: replaces the algorithm's, as of `UpdateContext`."""
+        self._own_loss = own_loss
         self._policy = policy
         self._batch = batch
         self._first_step = first_step

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import Groups, deviation, gae, group_advantages, masked_whiten
+from rollout_core.algorithms.context import OwnLossFunction
 from rollout_core.algorithms.experience import (
     FirstStep,
     OnPolicyUpdate,
@@ -97,6 +98,8 @@ def assign_credit(
     if settings.whiten_advantages:
         advantages = masked_whiten(advantages, mask & batch.scored[:, None])
     columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
+    if settings.own_loss is not None:
+        columns["ref_logprobs"] = ref_logprobs
     if settings.correction is not None:
         advantages = advantages * importance_weights(own.logprobs, engine_logprobs, mask, settings.correction)
     advantages = batch.weighed(advantages)
@@ -149,6 +152,8 @@ class PPO(OnPolicyUpdate[PPOSettings]):
             mask,
             clip=settings.clip,
             dual_clip=settings.dual_clip,
+            loss=self._own_loss,
+            ref_logprobs=None if self._own_loss is None else batch.column("ref_logprobs", device),
         )
         value = ppo_value_loss(
             output.values,
@@ -362,12 +367,13 @@ def _learned(
     counted: Tensor,
 ) -> Tensor | None:
     """[N] bool, True = something of the trajectory's group is learned: an advantage is not 0, at a token that counts in
-    the loss. None: of all, as divergence from a reference and entropy are there for every token.
+    the loss. None: of all, as divergence from a reference and entropy are there for every token, and a loss of the
+    user's own may be.
 
     Groups stay whole, for a prompt is computed once for all its completions. Several processes run the same passes, so
     these compute all with a gradient, which is then 0 for some.
     """
-    if settings.kl_coef or settings.entropy_coef or world_size() > 1:
+    if settings.kl_coef or settings.entropy_coef or settings.own_loss is not None or world_size() > 1:
         return None
     advantages = _token_advantages(scores, groups, batch.mask, settings, None, parts, counted)
     counts = (trained_tokens(batch, settings) & (advantages != 0)).any(1)
@@ -447,7 +453,10 @@ class OnlineDPO(OnPolicyUpdate[OnlineDPOSettings]):
             for logprobs in (output.logprobs, batch.column("ref_logprobs", self._device))
         )
         pairs, total = len(policy), sum(int(self._counted(other).sum()) for other in step_batches)
-        loss = dpo_loss(*policy.T, *ref.T, beta=self._beta)
+        if self._own_loss is None:
+            loss = dpo_loss(*policy.T, *ref.T, beta=self._beta)
+        else:
+            loss = mean_of(self._own_loss(*policy.T, *ref.T))
         chosen, rejected = (self._beta * (policy - ref)).detach().T
         figures = {
             "rewards/chosen": chosen,
@@ -479,11 +488,13 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
         groups: Groups | None = None,
         parts: int = 1,
         corrects: bool = False,
+        own_loss: OwnLossFunction | None = None,
     ) -> None:
         """parts: so many minibatches that follow each other were one before several processes shared them. corrects:
         whether the first step makes up for what `compare_groups` has not (see `FirstStep`); collective then."""
         groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
-        super().__init__(policy, batch, settings, first_step=first_step, seed=seed, device=device, groups=groups)
+        options = {"first_step": first_step, "seed": seed, "device": device, "own_loss": own_loss}
+        super().__init__(policy, batch, settings, groups=groups, **options)
         self._parts = parts
         self._correcting: FirstStep | None = None
         self._figures: dict[str, float] = {}
@@ -522,6 +533,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
             batch = self._correcting.corrected(place_among(step_batches, batch), batch, output.logprobs)
         mask = self._trained(batch).to(device)
         old_logprobs = batch.column("old_logprobs", device)
+        loss: Any = self._own_loss or settings.loss
         found = grpo_loss(
             output.logprobs,
             old_logprobs,
@@ -531,7 +543,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
             beta=settings.kl_coef if settings.kl_in == "loss" else 0.0,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
-            loss=settings.loss,
+            loss=loss,
             loss_type=settings.loss_type,
             entropy=output.entropy if settings.entropy_coef else None,
             entropy_coef=settings.entropy_coef,

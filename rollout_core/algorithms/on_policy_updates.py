@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from rollout_core.algorithms.advantages import Groups
-from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.context import OwnLossFunction, UpdateContext
 from rollout_core.algorithms.dataset_updates import load_teacher
 from rollout_core.algorithms.experience import (
     OnPolicyUpdate,
@@ -172,6 +172,11 @@ class _Start:
         }
 
     @property
+    def own_loss(self) -> OwnLossFunction | None:
+        """The loss of the user's own, where the settings name one."""
+        return self.context.loss_of(self.settings)
+
+    @property
     def batch(self) -> PolicyBatch:
         """Of the trajectories as they are."""
         return build_batch(self.trajectories)
@@ -206,7 +211,7 @@ def _ppo(start: _Start) -> _Algorithm:
         batch, figures, kl = assign_credit(policy, held_to, start.rewarded, settings, kl_coef=coef, **start.options)
     controller.update(kl, len(start.trajectories))
     state.extras["kl_coef"] = controller.coef
-    return PPO(policy, batch, settings, **start.options), figures
+    return PPO(policy, batch, settings, own_loss=start.own_loss, **start.options), figures
 
 
 def _grpo(start: _Start) -> _Algorithm:
@@ -219,7 +224,8 @@ def _grpo(start: _Start) -> _Algorithm:
         batch, figures = compare_groups(
             policy, held_to, start.rewarded, settings, parts=parts_of_reward, corrects=not in_step, **options
         )
-        return GRPO(policy, batch, settings, parts=start.parts, corrects=in_step, **options), figures
+        own = {"own_loss": start.own_loss, "corrects": in_step}
+        return GRPO(policy, batch, settings, parts=start.parts, **own, **options), figures
 
 
 def _gkd(start: _Start) -> _Algorithm:
@@ -237,7 +243,8 @@ def _online_dpo(start: _Start) -> _Algorithm:
     held_to = start.reference_policy()
     with start.accelerator.autocast():  # as the loss will be computed
         pairs, figures = best_and_worst(held_to, start.rewarded, start.settings, **start.options)
-    return OnlineDPO(start.learner.policy, pairs, start.settings, **start.options), figures
+    own_loss = start.own_loss
+    return OnlineDPO(start.learner.policy, pairs, start.settings, own_loss=own_loss, **start.options), figures
 
 
 _ALGORITHMS: dict[str, Callable[[_Start], _Algorithm]] = {

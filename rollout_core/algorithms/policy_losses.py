@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ MAX_LOG_RATIO = 80.0
 
 
 SurrogateName = Literal["grpo", "gspo", "cispo", "reinforce"]
+TokenLoss = Callable[..., Tensor]
+"""What each token adds to a policy's loss, [B,T], by ``(logprobs, old_logprobs, ref_logprobs, advantages, mask)``, all
+[B,T] and 0 outside the mask; ``ref_logprobs`` may be None."""
 
 
 class PolicyLoss(NamedTuple):
@@ -64,8 +68,10 @@ def ppo_policy_loss(
     *,
     clip: float = 0.2,
     dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None,
+    loss: TokenLoss | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate loss of PPO.
+    """Clipped surrogate loss of PPO, or another ``loss`` in its place, which alone reads ``ref_logprobs``.
 
     max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)) with ratio = exp(logprobs - old_logprobs); arXiv:1707.06347,
     eq. 7, negated. With ``dual_clip`` c, where A < 0: the lesser of that and -A c; arXiv:1912.09729, dual-clip PPO,
@@ -78,7 +84,10 @@ def ppo_policy_loss(
         "ppo_policy_loss", 2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask
     )
     mask, (logprobs, old_logprobs, advantages) = _drop_masked(mask, logprobs, old_logprobs, advantages)
-    token = _clipped_surrogate(logprobs, old_logprobs, advantages, clip, clip, dual_clip)
+    if loss is None:
+        token = _clipped_surrogate(logprobs, old_logprobs, advantages, clip, clip, dual_clip)
+    else:
+        token = _own_surrogate(loss, logprobs, old_logprobs, ref_logprobs, advantages, mask)
     return PolicyLoss(
         loss=_masked_mean(token.loss, mask),
         clip_fraction=_masked_mean(token.low | token.high | token.dual, mask),
@@ -115,7 +124,7 @@ def grpo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    loss: SurrogateName = "grpo",
+    loss: SurrogateName | TokenLoss = "grpo",
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo",
     max_completion_length: int | None = None,
     entropy: Tensor | None = None,
@@ -124,7 +133,7 @@ def grpo_loss(
     """Surrogate loss of GRPO and its kin, with an optional KL penalty to a reference policy and entropy bonus.
 
     Per token: surrogate + beta k3(logprobs, ref_logprobs) - entropy_coef entropy; arXiv:2402.03300, eq. 3 and 4,
-    negated. The surrogate is what ``loss`` names, as `surrogate_of` says. The KL is not weighted by the ratio.
+    negated. The surrogate is what ``loss`` names, as `surrogate_of` says, or is. The KL is not weighted by the ratio.
     logprobs, old_logprobs, ref_logprobs, entropy: [B,T] float32, nats; advantages: [B] or [B,T] float32; mask: [B,T]
     bool, True = real completion token.
     Denominator, by loss_type:
@@ -146,7 +155,10 @@ def grpo_loss(
         raise ConfigError(f"grpo_loss: {missing}")
 
     mask, (logprobs, old_logprobs, advantages) = _drop_masked(mask, logprobs, old_logprobs, advantages)
-    token = surrogate_of(loss, logprobs, old_logprobs, advantages, mask, (clip_low, clip_high), dual_clip)
+    if callable(loss):
+        token = _own_surrogate(loss, logprobs, old_logprobs, ref_logprobs, advantages, mask)
+    else:
+        token = surrogate_of(loss, logprobs, old_logprobs, advantages, mask, (clip_low, clip_high), dual_clip)
     kl_BT, bonus_BT = torch.zeros_like(token.loss), 0.0
     if ref_logprobs is not None:
         kl_BT = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0.0))
@@ -247,6 +259,21 @@ class TokenSurrogate(NamedTuple):
     low: Tensor
     high: Tensor
     dual: Tensor
+
+
+def _own_surrogate(
+    loss: TokenLoss,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+) -> TokenSurrogate:
+    """Nothing of it counts as clipped."""
+    held_to = None if ref_logprobs is None else ref_logprobs.masked_fill(~mask, 0.0)
+    found = loss(logprobs, old_logprobs, held_to, advantages, mask)
+    none = torch.zeros_like(mask)
+    return TokenSurrogate(found.masked_fill(~mask, 0.0), none, none, none)
 
 
 def _clipped_surrogate(

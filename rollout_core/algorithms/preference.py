@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollout_core.algorithms.context import OwnLossFunction
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.losses import dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
+from rollout_core.algorithms.losses import dpo_loss, ipo_loss, kto_loss, mean_of, orpo_loss, simpo_loss
 from rollout_core.algorithms.parallel import all_ranks, all_reduce_sum, is_first, split_across_ranks
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.supervised import DatasetAlgorithm, share_of_step
@@ -74,9 +75,11 @@ class DPO(DatasetAlgorithm[PairBatch]):
         *,
         seed: int,
         device: torch.device,
+        own_loss: OwnLossFunction | None = None,
     ) -> None:
         """ref_logps: [2N] float32, chosen and rejected answer of each of the N pairs; zeros where the loss has no
-        reference."""
+        reference. own_loss: replaces the algorithm's, as of `UpdateContext`."""
+        self._own_loss = own_loss
         self.name = settings.family
         self._documents = pair_documents(pairs)
         self._ref_logps = ref_logps.view(-1, 2)
@@ -98,7 +101,11 @@ class DPO(DatasetAlgorithm[PairBatch]):
         with torch.autocast(self._device.type, enabled=False):
             lengths = tokens.row_counts().view(-1, 2)
             policy, ref = (logps / lengths, ref_logps / lengths) if self.takes_means else (logps, ref_logps)
-            loss, more = self.pair_loss(policy, ref)
+            if self._own_loss is None:
+                loss, more = self.pair_loss(policy, ref)
+            else:
+                columns = (*policy.T, *ref.T)[: len(settings.loss_arguments)]
+                loss, more = mean_of(self._own_loss(*columns)), {}
         chosen, rejected = (settings.beta * (policy - ref)).detach().T
         figures = {
             "rewards/chosen": chosen,
@@ -209,8 +216,11 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
         *,
         seed: int,
         device: torch.device,
+        own_loss: OwnLossFunction | None = None,
     ) -> None:
-        """ref_logps: [2N] float32, own and mismatched answer of each of the N rows."""
+        """ref_logps: [2N] float32, own and mismatched answer of each of the N rows. own_loss: replaces the algorithm's,
+        as of `UpdateContext`."""
+        self._own_loss = own_loss
         self._documents = unpaired_documents(items)
         self._ref_logps = ref_logps.view(-1, 2)
         self._kl: tuple[Sequence[UnpairedBatch], Tensor] | None = None
@@ -236,16 +246,19 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
         logps = tokens.row_sums(self._model(tokens).logprobs)
         ref_logps = batch.ref_logps.to(logps)
         with torch.autocast(self._device.type, enabled=False):
-            loss = kto_loss(
-                logps[good],
-                logps[~good],
-                ref_logps[good],
-                ref_logps[~good],
-                kl,
-                beta=settings.beta,
-                desirable_weight=settings.desirable_weight,
-                undesirable_weight=settings.undesirable_weight,
-            )
+            if self._own_loss is None:
+                loss = kto_loss(
+                    logps[good],
+                    logps[~good],
+                    ref_logps[good],
+                    ref_logps[~good],
+                    kl,
+                    beta=settings.beta,
+                    desirable_weight=settings.desirable_weight,
+                    undesirable_weight=settings.undesirable_weight,
+                )
+            else:
+                loss = mean_of(self._own_loss(logps, ref_logps, good, kl))
         rewards, logps = settings.beta * (logps.detach() - ref_logps), logps.detach()
         desirable = sum(int(other.desirable.sum()) for other in step_batches)
         rows = sum(len(other.desirable) for other in step_batches)

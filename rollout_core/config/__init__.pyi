@@ -107,6 +107,7 @@ from .on_policy import (
     PPOSettings as PPOSettings,
 )
 from .optimizers import OptimizerConfig as OptimizerConfig
+from .own_loss import OwnLoss as OwnLoss
 from .promotion import (
     FinishGuard as FinishGuard,
     KLGuard as KLGuard,

@@ -13,6 +13,7 @@ from rollout_core.base.determinism import is_portable_here, mixed_precision, num
 from rollout_core.config.base import EXPLAINED, DatasetSource, ModelSource, Settings
 from rollout_core.config.curriculum import Curriculum
 from rollout_core.config.optimizers import EIGHT_BITS, WHOLE_MATRICES, OptimizerConfig
+from rollout_core.config.own_loss import LABEL_LOSS, PAIR_LOSS, OwnLoss
 from rollout_core.config.variants import Variant, reading
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -182,6 +183,8 @@ class LearnerSettings(Settings):
     """Usual name of the algorithm, or of the family it is of, in labels of snapshots, titles, and events."""
     update: ClassVar[UpdateName]
     """Name of the update that trains by it (`rollout_core.launch.launcher`)."""
+    loss_arguments: ClassVar[tuple[str, ...]] = ()
+    """Names of what a loss of the user's own is called with, as `OwnLoss` says."""
 
     optimizer: OptimizerConfig
     minibatch_size: int = Field(default=8, ge=1)
@@ -214,6 +217,12 @@ class LearnerSettings(Settings):
     def teacher(self) -> ModelSource | None:
         """The model whose distributions are learned, where there is one."""
         return None
+
+    @property
+    def own_loss(self) -> OwnLoss | None:
+        """The loss of the user's own that replaces the algorithm's, where there is one."""
+        loss = getattr(self, "loss", None)
+        return loss if isinstance(loss, OwnLoss) else None
 
     @property
     def stores_all_models(self) -> bool:
@@ -385,6 +394,7 @@ class ReferencedSettings(PreferenceSettings):
     """What learners share that hold a policy close to a reference."""
 
     update = "preference"
+    loss_arguments = PAIR_LOSS
 
     beta: float = Field(default=0.1, gt=0)
     """How closely the policy keeps to the reference: larger is closer."""
@@ -415,8 +425,8 @@ class DPOSettings(PairSettings):
     variant = "dpo"
 
     kind: Literal["dpo"] = "dpo"
-    loss: Literal["dpo"] = "dpo"
-    """What a pair adds to the loss."""
+    loss: Literal["dpo"] | OwnLoss = "dpo"
+    """What a pair adds to the loss; a table: a loss of your own."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs whose preference is taken to be flipped."""
 
@@ -425,12 +435,19 @@ class FormerPairLoss(PairSettings):
     """What algorithms share that were losses of DPO before they were kinds. They load no reference. Cache keys are
     those of such a table."""
 
+    loss_arguments = PAIR_LOSS[:2]
+
     @property
     def needs_reference(self) -> bool:
         return False
 
     def cache_identity(self) -> Any:
-        return {**super().cache_identity(), "kind": "dpo", "loss": self.variant, "label_smoothing": 0.0}
+        return {
+            **super().cache_identity(),
+            "kind": "dpo",
+            "loss": self.variant if self.own_loss is None else self.own_loss.cache_identity(),
+            "label_smoothing": 0.0,
+        }
 
 
 class ORPOSettings(FormerPairLoss):
@@ -439,6 +456,8 @@ class ORPOSettings(FormerPairLoss):
     variant = "orpo"
 
     kind: Literal["orpo"] = "orpo"
+    loss: Literal["orpo"] | OwnLoss = "orpo"
+    """What a pair adds to the loss; a table: a loss of your own."""
     beta: float = Field(default=0.1, gt=0)
     """The paper's lambda: how much the odds ratio counts."""
 
@@ -450,6 +469,8 @@ class SimPOSettings(FormerPairLoss):
     variant = "simpo"
 
     kind: Literal["simpo"] = "simpo"
+    loss: Literal["simpo"] | OwnLoss = "simpo"
+    """What a pair adds to the loss; a table: a loss of your own."""
     beta: float = Field(gt=0)
     """Scale of the mean log-probabilities; the paper has 2 to 10."""
     gamma: float = Field(default=0.0, ge=0)
@@ -467,9 +488,12 @@ AnyPairSettings = Annotated[
 class IPOSettings(ReferencedSettings):
     """Identity preference optimization (arXiv:2310.12036); ``beta`` is the paper's tau."""
 
+    identity_without_default = ReferencedSettings.identity_without_default | {"loss"}
     family = "ipo"
 
     kind: Literal["ipo"] = "ipo"
+    loss: Literal["ipo"] | OwnLoss = "ipo"
+    """What a pair adds to the loss; a table: a loss of your own."""
     dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
 
@@ -477,9 +501,13 @@ class IPOSettings(ReferencedSettings):
 class KTOSettings(ReferencedSettings):
     """Kahneman-Tversky optimization (arXiv:2402.01306)."""
 
+    identity_without_default = ReferencedSettings.identity_without_default | {"loss"}
     family = "kto"
+    loss_arguments = LABEL_LOSS
 
     kind: Literal["kto"] = "kto"
+    loss: Literal["kto"] | OwnLoss = "kto"
+    """What an answer adds to the loss; a table: a loss of your own."""
     dataset: DatasetSource
     """Rows ``{prompt, completion, label}``; label true = desirable."""
     desirable_weight: float = Field(default=1.0, gt=0)

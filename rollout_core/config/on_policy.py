@@ -24,6 +24,7 @@ from rollout_core.config.experience import (
 )
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.learning import Distillation, LearnerSettings
+from rollout_core.config.own_loss import PAIR_LOSS, POLICY_LOSS, OwnLoss
 from rollout_core.config.variants import Variant, reading
 
 
@@ -265,6 +266,7 @@ class AdvantageSettings(RewardedSettings):
     """What learners share whose loss weighs log-probabilities by advantages."""
 
     identity_without_default = RewardedSettings.identity_without_default | {"replay"}
+    loss_arguments = POLICY_LOSS
 
     dual_clip: float | None = Field(default=None, gt=1)
     """The most that the ratio counts where the advantage is negative, which has no other bound there: 3 in
@@ -328,7 +330,11 @@ class PPOSettings(AdvantageSettings):
     prompts, in one pass of 8 optimizer steps of 64.
     """
 
+    identity_without_default = AdvantageSettings.identity_without_default | {"loss"}
     family = update = variant = "ppo"
+
+    loss: Literal["ppo"] | OwnLoss = "ppo"
+    """What a token adds to the policy's loss; a table: a loss of your own."""
 
     prompts_per_iteration: int = Field(default=512, ge=1)
     """Prompts drawn in each iteration."""
@@ -363,6 +369,7 @@ class PPOSettings(AdvantageSettings):
     @model_validator(mode="after")
     def _dual_clip_above_the_clip_range(self) -> PPOSettings:
         _check_dual_clip(self.dual_clip, "clip", self.clip)
+        _check_own_loss_clips(self)
         return self
 
 
@@ -411,10 +418,10 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
     samples_per_prompt: int = Field(default=8, ge=1)
     """Size of a group: completions of one prompt, or rollouts of one task, compared with each other; 1 only where
     ``baseline`` compares none."""
-    loss: Literal["grpo", "gspo", "cispo", "reinforce"] = "grpo"
+    loss: Literal["grpo", "gspo", "cispo", "reinforce"] | OwnLoss = "grpo"
     """What a token adds to the loss: the clipped ratio times its advantage; the same with the ratio of its whole
     sequence (arXiv:2507.18071, whose clip ranges are 3e-4 and 4e-4); its log-probability weighed by the clipped ratio
-    (arXiv:2506.13585); or that without a ratio, as RLOO has it."""
+    (arXiv:2506.13585); or that without a ratio, as RLOO has it. A table: a loss of your own."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
     """What the loss of a step is divided by: sequence by sequence, the minibatch's tokens, a constant, all tokens."""
     baseline: Literal["group", "leave_one_out", "none"] = "group"
@@ -460,6 +467,7 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
     @model_validator(mode="after")
     def _dual_clip_above_the_clip_range(self) -> GRPOSettings:
         _check_dual_clip(self.dual_clip, "clip_high", self.clip_high)
+        _check_own_loss_clips(self)
         if self.dual_clip is not None and self.loss in ("cispo", "reinforce"):
             raise ValueError(f'dual_clip bounds a clipped surrogate, which loss = "{self.loss}" has not; leave it out')
         return self
@@ -515,7 +523,7 @@ class FormerLoss(GroupSettings):
         of_grpo = {name: identity(field.default) for name, field in lacking.items()}
         if self._drawn_before:
             of_grpo["correction"] = identity(ImportanceCorrection())
-        return {**of_grpo, **named, "loss": self.variant}
+        return {**of_grpo, **named, "loss": self.variant if self.own_loss is None else self.own_loss.cache_identity()}
 
     @model_validator(mode="after")
     def _no_kl_to_guard(self) -> FormerLoss:
@@ -553,7 +561,11 @@ class OnlineDPOSettings(FormerLoss, RewardedSettings):
     variant = "online_dpo"
     identity_without_default = RewardedSettings.identity_without_default | {"beta", "dynamic_sampling"}
 
+    loss_arguments = PAIR_LOSS
+
     kind: Literal["online_dpo"] = "online_dpo"
+    loss: Literal["online_dpo"] | OwnLoss = "online_dpo"
+    """What a pair adds to the loss; a table: a loss of your own."""
     beta: float = Field(default=0.1, gt=0)
     """How closely the policy keeps to the starting one, as in DPO."""
     dynamic_sampling: DynamicSampling | None = None
@@ -630,6 +642,11 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
                 f"groups have; leave it out (the default is {default!r})"
                 + (", or take optimizer.warmup_steps" if key == "warmup_ratio" else "")
             )
+
+
+def _check_own_loss_clips(settings: AdvantageSettings) -> None:
+    if settings.dual_clip is not None and settings.own_loss is not None:
+        raise ValueError("dual_clip bounds the built-in surrogate, which a loss of your own replaces; leave it out")
 
 
 def _check_dual_clip(dual_clip: float | None, name: str, clip: float) -> None:

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from rollout_core.base.determinism import numerics_identity
 from rollout_core.base.errors import ConfigError
@@ -147,6 +147,17 @@ class _Spec(Described):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _names_a_function(value: str) -> str:
+    source, colon, attribute = value.rpartition(":")
+    if not (source and colon and all(part.isidentifier() for part in attribute.split("."))):
+        raise ValueError("expected module:function or path/to/file.py:function")
+    return value
+
+
+FunctionName = Annotated[str, AfterValidator(_names_a_function)]
+"""``module:function`` or ``path/to/file.py:function``."""
+
+
 class ExactMatchReward(_Spec):
     """1 where the completion is the answer of its row, else 0. Both are compared in Unicode's form NFC."""
 
@@ -165,7 +176,7 @@ class FunctionReward(_Spec):
     or in TRL's form, ``def reward(completions, **kwargs) -> list[float | None]``; async, too. None: it abstains."""
 
     kind: Literal["function"] = "function"
-    callable: str
+    callable: FunctionName
     """``module:function``, or ``path/to/file.py:function`` relative to the working folder."""
     kwargs: dict[str, Any] = Field(default={})
     """Further keyword arguments of each call."""
@@ -193,14 +204,6 @@ class FunctionReward(_Spec):
         # Scores that were kept before there was such a share are found: then none failed.
         share = {"max_failed_share": self.max_failed_share}
         return named | (share if self.max_failed_share != DEFAULT_FAILED_SHARE else {})
-
-    @field_validator("callable")
-    @classmethod
-    def _names_a_function(cls, value: str) -> str:
-        source, colon, attribute = value.rpartition(":")
-        if not (source and colon and all(part.isidentifier() for part in attribute.split("."))):
-            raise ValueError("expected module:function or path/to/file.py:function")
-        return value
 
 
 class ModelReward(_Spec):

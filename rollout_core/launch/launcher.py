@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +36,7 @@ from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.settings import stop_seconds
 from rollout_core.config.learning import UpdateName
+from rollout_core.launch.own_loss import load_own_loss
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.context import UpdateContext
@@ -86,6 +87,7 @@ def run_update(
     nproc = settings.parallel.nproc
     if not settings.has_own_processes:
         callbacks = {} if on_data is None else {"on_data": on_data}
+        context = replace(context, own_loss=load_own_loss(settings))
         return update_function(name)(**inputs, **callbacks, context=context)
     if context.objects.url.startswith("memory://"):
         raise ConfigError(

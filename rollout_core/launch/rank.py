@@ -39,6 +39,7 @@ from rollout_core.launch.launcher import (
     report_type,
     update_function,
 )
+from rollout_core.launch.own_loss import load_own_loss
 from rollout_core.objects import ObjectStore
 
 PATIENCE = timedelta(hours=2)
@@ -118,6 +119,7 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
     if processes != job.nproc:
         raise ConfigError(f"this job is for {job.nproc} processes, and {processes} were started")
     join()
+    inputs = decode_inputs(job.update, job.inputs)
     context = UpdateContext(
         objects=ObjectStore.from_url(job.storage, storage_options=storage_options),
         cache=job.cache,
@@ -126,6 +128,7 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
         num_threads=job.num_threads,
         held=job.held and _held_states(job.held),
         stores_state=job.stores_state,
+        own_loss=load_own_loss(inputs["settings"]),
         is_stopping=is_stopping,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
         on_step=lambda row: messenger.send("step", row) if is_first() else None,
@@ -135,7 +138,7 @@ def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, i
     if "on_data" in inspect.signature(function).parameters and is_first():
         report = report_type(job.update)
         callbacks["on_data"] = lambda found: messenger.send("data", report.dump_python(found, mode="json"))
-    outcome = function(**decode_inputs(job.update, job.inputs), **callbacks, context=context)
+    outcome = function(**inputs, **callbacks, context=context)
     if is_first():
         job.result.write_bytes(outcome_type(job.update).dump_json(outcome))
     if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +42,7 @@ from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.curriculum import check_keys, in_words
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sft_form, unpaired_form
+from rollout_core.launch.own_loss import check_own_loss, with_code
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import (
     check_reference,
@@ -73,6 +75,8 @@ from rollout_core.store.reachable import Connections
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport
 
+
+log = logging.getLogger(__name__)
 
 DATA_REPORT = "data report"
 RESOURCES = "resources"
@@ -108,6 +112,7 @@ class LearnerPlan(Plan):
                 for name, is_asked in asked.items()
                 if is_asked
             ]
+        self._own_loss(what, settings)
         self._processes(what, settings)
         self._layers(what, settings)
         self._architecture(what, settings)
@@ -157,6 +162,16 @@ class LearnerPlan(Plan):
         self.violations += [
             f"{what}.trackers: {name} is not installed; install {DISTRIBUTION}[{name}]" for name in missing
         ]
+
+    def _own_loss(self, what: str, settings: LearnerSettings) -> None:
+        """A loss of the user's own can be loaded and called. What it imports need not be installed on this machine
+        where another one learns."""
+        if settings.own_loss is None:
+            return
+        if "learning" in self.placed:
+            self.check(f"{what}.loss", lambda: with_code(settings, self.base))
+        else:
+            self.check(f"{what}.loss", lambda: check_own_loss(settings, self.base, log.info))
 
     def _processes(self, what: str, settings: LearnerSettings) -> None:
         """A GPU for each process, where there are GPUs, and an object store that all of them reach."""

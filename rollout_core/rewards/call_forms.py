@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any, Literal
 
 from rollout_core.base.errors import ConfigError, near, shown
@@ -63,9 +62,19 @@ class CallForm:
 
 def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> tuple[Any, CallForm]:
     """The function that ``code.callable`` names, and how it is called; inside `importable`. Raises ConfigError."""
-    name = code.callable
-    function = _attribute(load_module(code), name.rpartition(":")[2], name)
-    return function, _form_of(function, name, kwargs)
+    function = named_object(code)
+    return function, _form_of(function, code.callable, kwargs)
+
+
+def named_object(code: UserCode) -> Any:
+    """What ``code.callable`` names in its module; inside `importable`. Raises ConfigError."""
+    value: Any = load_module(code)
+    for part in code.callable.rpartition(":")[2].split("."):
+        if not hasattr(value, part):
+            found = [key for key in dir(value) if not key.startswith("_") and callable(getattr(value, key, None))]
+            raise ConfigError(f"{code.what} {code.callable}: there is no {part!r}; {near(part, found)}")
+        value = getattr(value, part)
+    return value
 
 
 def _form_of(function: Any, name: str, kwargs: Mapping[str, Any]) -> CallForm:
@@ -117,13 +126,3 @@ def _columns_form(signature: inspect.Signature, kwargs: Mapping[str, Any], is_as
         takes_any=any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()),
         is_async=is_async,
     )
-
-
-def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            found = [key for key in dir(value) if not key.startswith("_") and callable(getattr(value, key, None))]
-            raise ConfigError(f"reward {name}: there is no {part!r}; {near(part, found)}")
-        value = getattr(value, part)
-    return value

@@ -448,7 +448,7 @@ class _Unread(importlib.abc.InspectLoader, importlib.abc.ResourceLoader):
     def _refuse(self, name: str) -> NoReturn:
         raise ConfigError(
             f"{self._code.what} {self._code.callable} imports {name} from {self._place}, which no import statement of "
-            "its files names, so that scores would not follow that file's changes; import it by a plain statement"
+            "its files names, so that results would not follow that file's changes; import it by a plain statement"
         )
 
 

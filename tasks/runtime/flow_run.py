@@ -40,6 +40,7 @@ from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherO
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
+from rollout_core.launch.own_loss import with_code
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.retention.run_leases import lease
 from rollout_core.store.reachable import Connections
@@ -75,8 +76,9 @@ def pipeline(
 ) -> Callable[[Callable[Concatenate[RunT, Journal, P], R]], Callable[Concatenate[RunT, P], R]]:
     """Make the body of a flow, of a configuration and a journal, a function of the configuration that runs it.
 
-    The configuration's short ids are made whole and ``plan`` checks it before anything starts; the body runs as of
-    `recompute_missing`. Whatever comes of it, each of ``closes`` ends what the process kept for the run.
+    The configuration's short ids are made whole and ``plan`` checks it before anything starts; the body, whose
+    configuration also has the code of a loss of the user's own, runs as of `recompute_missing`. Whatever comes of it,
+    each of ``closes`` ends what the process kept for the run.
     """
 
     def decorate(body: Callable[Concatenate[RunT, Journal, P], R]) -> Callable[Concatenate[RunT, P], R]:
@@ -85,10 +87,11 @@ def pipeline(
             whole = retry(lambda: with_whole_ids(config, working_folder(), objects))
             if plan is not None:
                 note_plan(retry(functools.partial(plan, whole, working_folder(), current_connections())))
+            coded = with_code(whole, working_folder())
             with ExitStack() as stack:
                 for close in reversed(closes):
                     stack.callback(close)
-                return recompute_missing(lambda journal: body(whole, journal, *args, **kwargs), whole)
+                return recompute_missing(lambda journal: body(coded, journal, *args, **kwargs), whole)
 
         return run
 

@@ -95,6 +95,32 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
 
 
 @pytest.mark.server
+def test_a_run_trains_by_a_loss_of_its_own_which_its_records_have(
+    tiny_model, preference_data, prefect_server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.reproduce import reproduce
+    from flows.train import train_dpo
+    from tasks.runtime.planning import plan_run
+
+    code = tmp_path / "losses.py"
+    code.write_text((PROJECT / "examples" / "losses.py").read_text())
+    own = {"algorithm.loss": {"path": f"{code}:hinge", "kwargs": {"beta": 0.2}}}
+    config = example("dpo", tiny_model, preference_data, **own)
+    before = dict(objects().blobs())
+    plan_run("train-dpo", config)
+    assert dict(objects().blobs()) == before
+    result = train_dpo(config)
+    assert result["model"] != train_dpo(example("dpo", tiny_model, preference_data))["model"]
+    assert train_dpo(config) == result
+    code.write_text(code.read_text().replace("1 - beta", "2 - beta"))
+    assert train_dpo(config)["model"] != result["model"]
+    code.unlink()
+    source = objects()
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'again'}")
+    assert reproduce(result["model"], source.url)["difference"] is None
+
+
+@pytest.mark.server
 def test_a_reward_model_rewards_the_completions_of_another_run(
     tiny_model, sorting_task, preference_data, prefect_server
 ):

@@ -727,6 +727,19 @@ def test_a_reward_that_cannot_be_called_is_refused(work: Path, kind: str, callab
     assert message.startswith(f"{key}: ") and expected in message
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"), [("train-ppo", "algorithm.loss"), ("train-grpo", "algorithm.loss"), ("nightly", "ppo.loss")]
+)
+def test_a_loss_that_cannot_be_called_is_one_violation(work: Path, kind: str, key: str):
+    (work / "mine.py").write_text("def loss(logprobs, **others): raise AssertionError\n")
+    plan(kind, work, **{key: {"path": "mine.py:loss"}})
+    message = refusal(kind, work, **{key: {"path": "mine.py:los"}})
+    assert message == f"{key}: loss mine.py:los: there is no 'los'; did you mean 'loss'?"
+    assert "calls it by name with (logprobs, old" in refusal(
+        kind, work, **{key: {"path": "mine.py:loss", "kwargs": {"mask": 1}}}
+    )
+
+
 def test_a_reward_of_the_users_own_is_loaded_but_never_called(work: Path):
     (work / "mine.py").write_text("def reward(sample): raise AssertionError\n")
     plan("train-ppo", work, algorithm__reward={"kind": "function", "callable": "mine.py:reward"})
