@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_core.web.gate import Gate
 from rollout_core.web.http_errors import Forbidden, Unauthorized
+from rollout_core.web.listening import Gate
 
 LOGIN, STATIC = "/login", "/static/"
 _COOKIE = "rollout_ui"

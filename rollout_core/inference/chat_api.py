@@ -17,12 +17,12 @@ import orjson
 from blake3 import blake3
 from pydantic import ValidationError
 
-from rollout_core.base.json_text import ordered_json, read_json
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Completion
 from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.inference.backend import Request
 from rollout_core.models.bounded.tokenizing import Chat
+from rollout_core.store.codec import ordered_json, read_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 UNLIMITED_TOKENS = 4096

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.base.json_text import ordered_json
 from rollout_core.base.stopping import run_async
 from rollout_core.config import InferBatchConfig, OutputDir, identity
 from rollout_core.data.samples import decode_completions_blob
@@ -22,6 +21,7 @@ from rollout_core.inference.shards import finished_ref, read_shard
 from rollout_core.models.messages import openai_messages
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
+from rollout_core.store.codec import ordered_json
 from rollout_core.store.reachable import OpenStore
 
 if TYPE_CHECKING:

@@ -17,14 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.json_text import read_json
 from rollout_core.config import EngineConfig, SamplingParams
 from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.chat_api import CHAT, COMPLETIONS, ApiError, read_ask, stream_of
 from rollout_core.inference.served_engine import ServedEngine
-from rollout_core.web.gate import Gate
+from rollout_core.store.codec import read_json
 from rollout_core.web.http_errors import Unauthorized
-from rollout_core.web.listening import DEFAULT_HOST, listen, require_key, url_of
+from rollout_core.web.listening import DEFAULT_HOST, Gate, listen, require_key, url_of
 from rollout_core.web.threads import ServerThread
 
 log = logging.getLogger(__name__)

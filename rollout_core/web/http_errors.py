@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from rollout_core.base.errors import (
     ConfigError,
@@ -17,7 +19,6 @@ from rollout_core.base.errors import (
     RolloutError,
     UnknownOutcome,
 )
-from rollout_core.base.json_text import ordered_json
 
 
 class ErrorBody(BaseModel):
@@ -121,7 +122,7 @@ def status_of(error: Exception) -> int:
 def error_body(error: Exception) -> bytes:
     """The body that says ``error``. What nobody foresaw keeps its details to itself."""
     if status_of(error) == 500:
-        return ordered_json(ErrorBody(detail="the server failed; its log says why", error="Fatal").model_dump())
+        return _as_json(ErrorBody(detail="the server failed; its log says why", error="Fatal"))
     name = next(name for name, kind in _KINDS.items() if isinstance(error, kind.error))
     body = ErrorBody(
         detail=str(error),
@@ -129,7 +130,14 @@ def error_body(error: Exception) -> bytes:
         violations=list(getattr(error, "violations", ())),
         content_id=getattr(error, "content_id", None),
     )
-    return ordered_json(body.model_dump())
+    return _as_json(body)
+
+
+def _as_json(body: ErrorBody) -> bytes:
+    try:
+        return body.model_dump_json().encode()
+    except PydanticSerializationError:  # half of a surrogate pair, which stays an escape
+        return json.dumps(body.model_dump()).encode()
 
 
 _ERROR_BODY = TypeAdapter(ErrorBody)

@@ -15,8 +15,7 @@ from rollout_core.store import InMemoryLightningStore, LightningStoreServer
 from rollout_core.store.forwarding_store import ForwardingLightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.requests import MAX_GZIP_MEMBERS, BodyLimits, unpack_gzip
-from rollout_core.web.gate import _is_local
-from rollout_core.web.listening import MAX_HEADER_BYTES, MAX_HEADERS
+from rollout_core.web.listening import MAX_HEADER_BYTES, MAX_HEADERS, _is_local
 from tests.store.patience import LONG
 
 AGL = "/v1/agl"

@@ -26,10 +26,10 @@ from rollout_core.agents.proxy.upstream_pools import Pool, Pools
 from rollout_core.agents.proxy.upstream_requests import Exchange, Failed, Forwarder, Headers, Outgoing, error_body
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import content_id
-from rollout_core.base.json_text import read_json
 from rollout_core.store import LightningStore
-from rollout_core.web.gate import Gate
+from rollout_core.store.codec import read_json
 from rollout_core.web.http_errors import Unauthorized
+from rollout_core.web.listening import Gate
 
 logger = logging.getLogger(__name__)
 

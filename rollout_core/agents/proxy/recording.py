@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollout_core.agents.proxy.upstreams import Upstream
-from rollout_core.base.json_text import ordered_json, read_json
+from rollout_core.store.codec import ordered_json, read_json
 from rollout_core.store.semconv import LLM_CALL, ChoiceAttributes, LlmCallAttributes
 from rollout_core.store.spans import Span, TraceStatus
 

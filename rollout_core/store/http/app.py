@@ -36,9 +36,8 @@ from rollout_core.store.http.otlp import receive_traces
 from rollout_core.store.http.requests import BodyLimits, Memo, direct_app, endpoint_of
 from rollout_core.store.http.routes import ROUTES, Route
 from rollout_core.store.http.server_metrics import METRICS_PATH, Metrics
-from rollout_core.web.gate import Gate
 from rollout_core.web.http_errors import ErrorBody
-from rollout_core.web.listening import tune_gc
+from rollout_core.web.listening import Gate, tune_gc
 from rollout_core.web.replies import error_reply
 
 MAX_BODY_BYTES = 64 << 20
