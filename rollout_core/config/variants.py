@@ -49,16 +49,14 @@ class Variant(Settings):
             data = {**data, "kind": cls.variant}
         if "kind" not in cls.model_fields and data.get("kind") == cls.variant:
             data = {name: value for name, value in data.items() if name != "kind"}
-        # A table of the former form, which may be a stored one, has the keys of all kinds.
-        is_former = cls.variant == cls.family or data.get("loss") == cls.variant
         owners: dict[str, list[str]] = {}
         left_out = {"loss"} if data.get("loss") == cls.variant and "loss" not in cls.model_fields else set()
         for name in data:
             others = {kind: other.model_fields[name] for kind, other in kinds.items() if name in other.model_fields}
             if name in left_out or name in cls.model_fields or not others:
                 continue
-            without_effect = any(is_default(data[name], field) for field in others.values())
-            if is_former and (without_effect or name in cls.never_counted(data)):
+            # A stored table of the former form, or a form in which a kind was changed, has the keys of all kinds.
+            if name in cls.never_counted(data) or any(is_default(data[name], field) for field in others.values()):
                 left_out.add(name)
             else:
                 owners[name] = list(others)

@@ -205,7 +205,9 @@ def about(config: Run) -> dict[str, str]:
     algorithm = getattr(config, "algorithm", None)
     model = getattr(config, "model", None) or getattr(algorithm, "base_model", None)
     learners = [name.upper() for name in _LEARNERS if getattr(config, name, None) is not None]
-    kinds = learners if algorithm is None else [algorithm.variant.upper().replace("_", " ")]
+    kinds = (
+        learners if algorithm is None else [getattr(algorithm, "variant", algorithm.family).upper().replace("_", " ")]
+    )
     return {
         "run": config.run.name,
         **({} if model is None else {"model": model.uri}),

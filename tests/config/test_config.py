@@ -279,7 +279,8 @@ def test_tables_of_the_time_when_kinds_were_losses_are_read_and_keep_their_ident
         "kl_coef": 0.0, "loss_type": "grpo", "clip_low": 0.2, "dual_clip": None,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=rf'kind = "{loss}" has no use for kl_coef \(of grpo\)'):
-        read({**forms[2], "kl_coef": 0.0})
+        read({**forms[2], "kl_coef": 0.1})
+    assert read({**forms[2], "kl_coef": 0.0}) == found[2], "what is at its default says nothing"
     plain = {name: value for name, value in forms[0].items() if name not in (*own, "loss")}
     assert read(plain) == read({**plain, "kind": "grpo"})
     schema = json_schema()["nightly" if table == "grpo" else "train-grpo"]["$defs"]
