@@ -49,6 +49,14 @@ class Variant(Settings):
             data = {**data, "kind": cls.variant}
         if "kind" not in cls.model_fields and data.get("kind") == cls.variant:
             data = {name: value for name, value in data.items() if name != "kind"}
+        of_family = kinds[cls.family].model_fields.get("loss")
+        if (
+            cls.variant != cls.family
+            and of_family is not None
+            and "loss" in data
+            and is_default(data["loss"], of_family)
+        ):
+            data = {name: value for name, value in data.items() if name != "loss"}
         owners: dict[str, list[str]] = {}
         left_out = {"loss"} if data.get("loss") == cls.variant and "loss" not in cls.model_fields else set()
         for name in data:
