@@ -250,6 +250,7 @@ def _online_dpo(start: _Start) -> _Algorithm:
 _ALGORITHMS: dict[str, Callable[[_Start], _Algorithm]] = {
     "ppo": _ppo,
     "grpo": _grpo,
+    "rloo": _grpo,
     "gkd": _gkd,
     "online_dpo": _online_dpo,
 }

@@ -105,6 +105,7 @@ from .on_policy import (
     OnlineDPOSettings as OnlineDPOSettings,
     OnPolicySettings as OnPolicySettings,
     PPOSettings as PPOSettings,
+    RLOOSettings as RLOOSettings,
 )
 from .optimizers import OptimizerConfig as OptimizerConfig
 from .own_loss import OwnLoss as OwnLoss
@@ -135,6 +136,7 @@ from .runs import (
     PolicyAlgorithm as PolicyAlgorithm,
     PPOAlgorithm as PPOAlgorithm,
     RewardModelAlgorithm as RewardModelAlgorithm,
+    RLOOAlgorithm as RLOOAlgorithm,
     Run as Run,
     SFTAlgorithm as SFTAlgorithm,
     SimPOAlgorithm as SimPOAlgorithm,

@@ -501,9 +501,50 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
             raise ValueError('reward_normalization = "each" compares parts of a reward in groups; baseline is "none"')
         if self.reward_normalization == "each" and self.replay is not None:
             raise ValueError('replay and reward_normalization = "each": replayed completions have no parts; choose one')
+        return self
+
+    @model_validator(mode="after")
+    def _a_kl_to_take_off(self) -> GRPOSettings:
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError('kl_in is "reward", but kl_coef is 0; set kl_coef, or leave kl_in out')
         return self
+
+
+class RLOOSettings(GRPOSettings):
+    """REINFORCE leave-one-out (RLOO, arXiv:2402.14740): GRPO's keys with that paper's loss and baseline, and its KL,
+    which is taken off a completion's reward before completions are compared."""
+
+    variant = "rloo"
+    identity_without_default = GRPOSettings.identity_without_default - {"loss", "baseline", "kl_in"}
+
+    kind: Literal["rloo"] = "rloo"
+    loss: Literal["reinforce"] | OwnLoss = "reinforce"
+    """What a token adds to the loss: its log-probability. A table: a loss of your own."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dr_grpo"
+    """What the loss of a step is divided by; by default a constant, so that a completion counts by its sum."""
+    baseline: Literal["leave_one_out"] = "leave_one_out"
+    """What is taken off a completion's reward: the mean of the others of its prompt."""
+    advantage_scaling: Literal["group", "batch", "none", "whiten"] = "none"
+    """Whose standard deviation divides a completion's advantage."""
+    kl_coef: float = Field(default=0.05, ge=0)
+    """Weight of the KL to the starting policy; 0 loads no reference. The default is that of TRL's RLOO."""
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Where that KL counts."""
+
+    def cache_identity(self) -> Any:
+        """That of GRPO with the same keys, which computes the same."""
+        named = super().cache_identity()
+        if named["kind"] != self.family:
+            del named["kind"]
+        same = (name for name in ("loss", "baseline", "kl_in") if getattr(self, name) == _default_of_grpo(name))
+        return {name: value for name, value in named.items() if name not in tuple(same)}
+
+    def _a_kl_to_take_off(self) -> RLOOSettings:
+        return self  # kl_coef = 0 says that there is none
+
+
+def _default_of_grpo(name: str) -> Any:
+    return GRPOSettings.model_fields[name].default
 
 
 class FormerLoss(GroupSettings):
@@ -593,10 +634,11 @@ class OnlineDPOSettings(FormerLoss, RewardedSettings):
         return self
 
 
-GROUP_KINDS: dict[str, type[Variant]] = {one.variant: one for one in (GRPOSettings, GKDSettings, OnlineDPOSettings)}
+_OF_GROUPS = (GRPOSettings, RLOOSettings, GKDSettings, OnlineDPOSettings)
+GROUP_KINDS: dict[str, type[Variant]] = {one.variant: one for one in _OF_GROUPS}
 """The family of GRPO by ``kind``."""
 AnyGroupSettings = Annotated[
-    GRPOSettings | GKDSettings | OnlineDPOSettings, WrapValidator(reading(GRPOSettings, GKDSettings, OnlineDPOSettings))
+    GRPOSettings | RLOOSettings | GKDSettings | OnlineDPOSettings, WrapValidator(reading(*_OF_GROUPS))
 ]
 """Settings of an algorithm of that family."""
 

@@ -37,6 +37,7 @@ from rollout_core.config.learning import (
     ORPOSettings,
     ReferencedSettings,
     RewardModelSettings,
+    RLOOSettings,
     SFTSettings,
     SimPOSettings,
 )
@@ -101,6 +102,10 @@ class GRPOAlgorithm(GRPOSettings, PolicyAlgorithm):
     kind: Literal["grpo"] = "grpo"
 
 
+class RLOOAlgorithm(RLOOSettings, PolicyAlgorithm):
+    """`[algorithm] kind = "rloo"`."""
+
+
 class GKDAlgorithm(GKDSettings, PolicyAlgorithm):
     """`[algorithm] kind = "gkd"`."""
 
@@ -110,8 +115,8 @@ class OnlineDPOAlgorithm(OnlineDPOSettings, PolicyAlgorithm):
 
 
 GroupAlgorithm = Annotated[
-    GRPOAlgorithm | GKDAlgorithm | OnlineDPOAlgorithm,
-    WrapValidator(reading(GRPOAlgorithm, GKDAlgorithm, OnlineDPOAlgorithm)),
+    GRPOAlgorithm | RLOOAlgorithm | GKDAlgorithm | OnlineDPOAlgorithm,
+    WrapValidator(reading(GRPOAlgorithm, RLOOAlgorithm, GKDAlgorithm, OnlineDPOAlgorithm)),
 ]
 """`[algorithm]` of the family of GRPO."""
 

@@ -31,6 +31,16 @@ class Variant(Settings):
         """The classes of the family by kind."""
         raise NotImplementedError
 
+    @classmethod
+    def _own_kinds(cls) -> Mapping[str, type[Variant]]:
+        """The kinds that have keys of their own: not those that are another one with other defaults."""
+        kinds = cls.kinds()
+        return {
+            kind: one
+            for kind, one in kinds.items()
+            if not any(one is not other and issubclass(one, other) for other in kinds.values())
+        }
+
     @model_validator(mode="before")
     @classmethod
     def _keys_of_its_kind(cls, data: Any) -> Any:
@@ -57,10 +67,10 @@ class Variant(Settings):
             and is_default(data["loss"], of_family)
         ):
             data = {name: value for name, value in data.items() if name != "loss"}
-        owners: dict[str, list[str]] = {}
+        own_kinds, owners = cls._own_kinds(), dict[str, list[str]]()
         left_out = {"loss"} if data.get("loss") == cls.variant and "loss" not in cls.model_fields else set()
         for name in data:
-            others = {kind: other.model_fields[name] for kind, other in kinds.items() if name in other.model_fields}
+            others = {kind: one.model_fields[name] for kind, one in own_kinds.items() if name in one.model_fields}
             if name in left_out or name in cls.model_fields or not others:
                 continue
             # A stored table of the former form, or a form in which a kind was changed, has the keys of all kinds.
@@ -86,7 +96,7 @@ class Variant(Settings):
         if cls.variant != cls.family:
             return schema
         properties = handler.resolve_ref_schema(schema).get("properties", {})
-        for kind, other in cls.kinds().items():
+        for kind, other in cls._own_kinds().items():
             for name, field in other.model_fields.items():
                 if name not in cls.model_fields and name != "kind":
                     kept: Any = field.annotation

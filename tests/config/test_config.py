@@ -20,6 +20,7 @@ from rollout_core.config import (
     NightlyConfig,
     OnlineDPOSettings,
     PPOSettings,
+    RLOOSettings,
     Settings,
     SnapshotPolicy,
     TrainAgentConfig,
@@ -236,6 +237,43 @@ def test_losses_that_weigh_no_advantages_have_no_correction_and_no_kl_to_guard()
             parse_config({**GRPO, **more, "kind": kind, "guards": {"max_kl": 1.0}}, model)
         with pytest.raises(ConfigError, match=r"has no use for correction \(of grpo\)"):
             parse_config({**GRPO, **more, "kind": kind, "correction": {}}, model)
+
+
+RLOO_KEYS = {
+    "loss": "reinforce",
+    "loss_type": "dr_grpo",
+    "baseline": "leave_one_out",
+    "advantage_scaling": "none",
+    "kl_in": "reward",
+    "kl_coef": 0.05,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"kl_in": "loss"}, {"epochs": 2, "kl_coef": 0.2}])
+def test_rloo_is_grpo_with_the_keys_of_its_paper_and_has_the_same_identity(changes: dict[str, Any]):
+    spelled = parse_config({**GRPO, **RLOO_KEYS, **changes}, GRPOSettings)
+    own = parse_config({**GRPO, "kind": "rloo", **changes}, RLOOSettings)
+    assert (own.variant, own.family) == ("rloo", "grpo")
+    assert identity(own) == identity(spelled)
+    trained = {"base_model": {"uri": "m"}, **GRPO, **changes}
+    runs = [
+        parse_config({"algorithm": {**trained, **form}}, TrainGRPOConfig).algorithm
+        for form in ({"kind": "grpo", **RLOO_KEYS, **changes}, {"kind": "rloo"})
+    ]
+    assert identity(runs[0]) == identity(runs[1])
+    assert type(runs[1]).model_validate(runs[1].model_dump(mode="json")) == runs[1], "as a record of a run has it"
+
+
+def test_rloo_without_a_kl_loads_no_reference_and_another_baseline_is_refused():
+    own = parse_config({**GRPO, "kind": "rloo", "kl_coef": 0.0}, RLOOSettings)
+    assert not own.loads_reference
+    without = {**RLOO_KEYS, "kl_coef": 0.0, "kl_in": "loss"}
+    same = parse_config({**GRPO, "kind": "rloo", "kl_coef": 0.0, "kl_in": "loss"}, RLOOSettings)
+    assert identity(same) == identity(parse_config({**GRPO, **without}, GRPOSettings))
+    with pytest.raises(ConfigError, match="'leave_one_out'"):
+        parse_config({**GRPO, "kind": "rloo", "baseline": "none"}, RLOOSettings)
+    with pytest.raises(ConfigError, match=r'kind = "gkd" has no use for kl_coef \(of grpo\)'):
+        parse_config({**GRPO, "kind": "gkd", "kl_coef": 0.05, "distillation": {"teacher": {"uri": "t"}}}, GKDSettings)
 
 
 FORMER_KEYS = {
