@@ -536,8 +536,8 @@ class RLOOSettings(GRPOSettings):
         named = super().cache_identity()
         if named["kind"] != self.family:
             del named["kind"]
-        same = (name for name in ("loss", "baseline", "kl_in") if getattr(self, name) == _default_of_grpo(name))
-        return {name: value for name, value in named.items() if name not in tuple(same)}
+        same = [name for name in ("loss", "baseline", "kl_in") if getattr(self, name) == _default_of_grpo(name)]
+        return {name: value for name, value in named.items() if name not in same}
 
     def _a_kl_to_take_off(self) -> RLOOSettings:
         return self  # kl_coef = 0 says that there is none

@@ -37,7 +37,6 @@ from rollout_core.config.learning import (
     ORPOSettings,
     ReferencedSettings,
     RewardModelSettings,
-    RLOOSettings,
     SFTSettings,
     SimPOSettings,
 )
@@ -48,6 +47,7 @@ from rollout_core.config.on_policy import (
     OnlineDPOSettings,
     OnPolicySettings,
     PPOSettings,
+    RLOOSettings,
 )
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec

@@ -266,15 +266,15 @@ def test_the_canary_catches_an_engine_with_other_weights(
     expected = TransformersEngine(TransformersBackend(), other_small).generate(asked)
     call = vllm_engine._llm.collective_rpc
 
-    def faulty(method, kwargs):
+    def faulty(method, args):
         if fault == "another model is loaded":
-            call(method, kwargs={"weights_path": str(small.folder)})
+            call(method, args=(str(small.folder),))
         elif fault == "one tensor is a little off":
             policy = load_causal_lm(other_small.folder)
             with torch.no_grad():
                 policy.model.norm.weight.mul_(1.02)
             policy.save_pretrained(tmp_path / "off")
-            call(method, kwargs={"weights_path": str(tmp_path / "off")})
+            call(method, args=(str(tmp_path / "off"),))
 
     monkeypatch.setattr(vllm_engine._llm, "collective_rpc", faulty)
     with pytest.raises(
