@@ -28,7 +28,7 @@ from harness import PROJECT, Figures, own_place, quick_asked
 
 RUN = """
 import time
-import tasks.learn
+import tasks.runtime.updates
 from tasks.runtime.journal import StepLog
 
 class TimedSteps(StepLog):
@@ -38,7 +38,7 @@ class TimedSteps(StepLog):
 
 if __name__ == "__main__":
     steps = open("steps", "w", buffering=1)
-    tasks.learn.StepLog = TimedSteps
+    tasks.runtime.updates.StepLog = TimedSteps
     from flows.train import train_sft
     from rollout_core.config import TrainSFTConfig, load_config
     train_sft(load_config("run.toml", TrainSFTConfig))

@@ -20,6 +20,7 @@ import tasks.runtime  # noqa: E402 - first of all, see there; `tasks` is ours, a
 moved.alias(
     __name__,
     {
+        "curriculum": "flows.sampling",
         "connections": "tasks.runtime.prefect_server",
         "dask": "tasks.runtime.dask",
         "dask.fleet": "tasks.runtime.dask.fleet",
@@ -33,6 +34,7 @@ moved.alias(
         "placement": "tasks.runtime.dask.placed_stages",
         "planning": "tasks.runtime.planning",
         "recording": "tasks.runtime.run_record",
+        "replay": "flows.sampling",
         "report": "tasks.runtime.report",
         "server_process": "tasks.runtime.server_process",
         "server_tables": "tasks.runtime.server_tables",

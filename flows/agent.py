@@ -8,13 +8,14 @@ from typing import TypedDict
 
 from prefect import flow
 
+from flows.agent_work import learn_from, work_on
 from rollout_core.base.ids import ContentId
 from rollout_core.config import TrainAgentConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_agent
 from rollout_core.promotion.decision import Promotion, precision_of
-from tasks.agents import close_agents, collect_samples, import_agent, learn_from, work_on
+from tasks.agents import close_agents, collect_samples, import_agent
 from tasks.approval import reason_of
 from tasks.checkpoints import file_state, in_base_precision
 from tasks.imports import import_model, import_tasks

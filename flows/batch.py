@@ -15,6 +15,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig
 from rollout_core.inference.batch_runs import (
     FailureLimit,
+    Reporting,
     begin_run,
     closing_figures,
     forget_work,
@@ -28,14 +29,14 @@ from rollout_core.inference.shards import shards_of
 from rollout_core.objects.records import PromptShards, ShardCompletions
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
-from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_shard, write_completions
+from tasks.batch import help_shard, import_prompts, infer_shard, write_completions
 from tasks.imports import import_model
 from tasks.runtime.artifacts import draw_histogram
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dask.placed_stages import open_fleet
 from tasks.runtime.dry_run import current_dry_run, end_of_stages
 from tasks.runtime.flow_run import pipeline
-from tasks.runtime.generation import ShardsProgress
+from tasks.runtime.generation import ShardJob, ShardsProgress
 from tasks.runtime.journal import Journal, Outcome, stage_logger
 from tasks.runtime.placement import FanOut
 from tasks.runtime.run_record import record_refusal

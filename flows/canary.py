@@ -97,7 +97,8 @@ def _hold(config: NightlyConfig, max_drop: float, model: ContentId, promised: Ev
     held_out = import_prompts(config.evaluation.prompts, label="held out").data
     # This run's own, which it finds again when it is retried.
     drawing = f"canary, {refresh_name()}"
-    now = evaluate_held_out(config, held_out, judge_of(config.reward), model, "canary", drawing=drawing)
+    known = config.evaluation.sampling, config.backend, held_out, judge_of(config.reward)
+    now = evaluate_held_out(*known, model, "canary", drawing=drawing)
     prompts = "" if same_prompts(objects(), promised, now) else ", on other prompts than then"
     found = f"mean held-out reward {promised.mean_reward:.4f} when promoted -> {now.mean_reward:.4f} now{prompts}"
     fell = promised.mean_reward - now.mean_reward > max_drop

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollout_core.algorithms.reward_hacking import HackingWatch, PolicyRewards
+from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
-from rollout_core.config import NightlyConfig
+from rollout_core.config import BackendConfig, NightlyConfig, OnPolicySettings, SamplingParams
 from rollout_core.config.base import DatasetSource
 from rollout_core.config.promotion import Guard
 from rollout_core.config.rewards import RewardSpec
-from rollout_core.objects.records import Divergence, EvalReport
+from rollout_core.objects.records import Checkpoint, Divergence, EvalReport, Scores
 from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.guards import GuardReports, subject_of
 from rollout_core.rewards.source_ids import source_id
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
 from tasks.runtime import connections
+from tasks.runtime.dry_run import current_dry_run, dry_run_remark, is_placeholder
+from tasks.runtime.kept_states import current_keeping
 from tasks.score import evaluate, evaluate_by, measure_kl
 
 
@@ -35,15 +39,19 @@ def judge_of(reward: RewardSpec) -> Judge:
 
 
 def evaluate_held_out(
-    config: NightlyConfig, prompts: ContentId, judge: Judge, model: ContentId, label: str, *, drawing: str | None = None
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    prompts: ContentId,
+    judge: Judge,
+    model: ContentId,
+    label: str,
+    *,
+    drawing: str | None = None,
 ) -> EvalReport:
     """Reward of ``model`` on the held-out ``prompts``. With a ``drawing`` all completions are generated again, for it
     alone."""
-    sampling, backend = config.evaluation.sampling, config.backend
-    limit = context_limit(backend)
-    prompt_set = enqueue_prompts(
-        prompts, model, sampling, max_model_len=limit, mode="test", drawing=drawing, label=label
-    )
+    options = {"max_model_len": context_limit(backend), "mode": "test", "drawing": drawing, "label": label}
+    prompt_set = enqueue_prompts(prompts, model, sampling, **options)
     return evaluate(prompt_set, sampling, backend, judge.reward, judge.source, label=label)
 
 
@@ -73,8 +81,8 @@ def _measure(config: NightlyConfig, judge: Judge, guard: Guard, label: str) -> C
     own = judge if reward is None else judge_of(reward)
     if source is None:
         return lambda of, moment: evaluate_by(of, own.reward, own.source, label=f"{label}, {moment}")
-    prompts = import_prompts(source, label=label).data
-    return lambda of, moment: evaluate_held_out(config, prompts, own, of.model, f"{label}, {moment}")
+    known = config.evaluation.sampling, config.backend, import_prompts(source, label=label).data, own
+    return lambda of, moment: evaluate_held_out(*known, of.model, f"{label}, {moment}")
 
 
 def divergences(
@@ -89,3 +97,43 @@ def divergences(
         measure_kl(after, rival.model, temperature, num_threads=config.num_threads, label=f"from {moment}")
         for moment, rival in rivals.items()
     )
+
+
+class HackingGuard:
+    """Has the models that draw the completions of iterations complete held-out prompts, too, where ``settings`` guard
+    against reward hacking."""
+
+    def __init__(self, settings: OnPolicySettings, backend: BackendConfig, judge: Judge) -> None:
+        self._settings, self._guard = settings, settings.guards.reward_hacking
+        if self._guard is None:
+            return
+        prompts = import_prompts(self._guard.prompts, label="held out").data
+        own = judge if self._guard.reward is None else judge_of(self._guard.reward)
+        self._known = settings.sampling.model_copy(update={"temperature": 0.0}), backend, prompts, own
+        self._watch = HackingWatch(self._guard)
+
+    @property
+    def best(self) -> ContentId | None:
+        """The model with the highest held-out reward so far, if any was evaluated."""
+        return None if self._guard is None else self._watch.best
+
+    def look(self, number: int, model: ContentId, scores: Scores, mean_reward: float) -> None:
+        """At iteration ``number`` (from 0), which is to train ``model`` on completions with these rewards. Raises
+        `Fatal` with the evidence where the training reward is hacked."""
+        if self._guard is None or number % self._guard.every:
+            return
+        report = evaluate_held_out(*self._known, model, f"held out, iteration {number + 1}")
+        if is_placeholder(report.scores) or is_placeholder(scores.scores):  # their zeros are evidence of nothing
+            return
+        found = PolicyRewards(number + 1, model, mean_reward, report.mean_reward)
+        self._watch.note(found, is_stored=self._settings.stores_all_models and current_keeping() is None)
+
+
+def check_guards(settings: OnPolicySettings, checkpoint: Checkpoint, label: str) -> None:
+    """Raises Fatal where an update that was cached is past a bound that it was not made under; a plan says so."""
+    try:
+        settings.guards.check_done(checkpoint.summary, label.capitalize())
+    except Fatal as error:
+        if current_dry_run() is None:
+            raise
+        dry_run_remark(f"the run ends here: {error}")

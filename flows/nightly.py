@@ -13,6 +13,7 @@ from flows.learning import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.config.rewards import ModelReward
+from rollout_core.data.first_iteration import FirstIteration
 from rollout_core.inference.engines import close_engine
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.rewards.kept import close_rewards
@@ -71,9 +72,9 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     rows = import_sft(config.sft.dataset).data
     held_out = import_prompts(config.evaluation.prompts, label="held out").data
     judge = judge_of(config.reward)
-    evaluated = partial(evaluate_held_out, config, held_out, judge)
+    evaluated = partial(evaluate_held_out, config.evaluation.sampling, config.backend, held_out, judge)
     before = evaluated(model, "before")
-    tuned = learn_from_rows(config, "sft", config.sft, model, rows=rows, snapshot_label="after SFT")
+    tuned = learn_from_rows(config, config.sft, model, rows=rows, snapshot_label="after SFT")
     after_sft = evaluated(tuned.model, "after SFT")
     learned = _learn(config, tuned.model, judge)
     final = in_base_precision(learned.checkpoints[-1].model, model)
@@ -120,26 +121,16 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
 def _learn(config: NightlyConfig, start: ContentId, judge: Judge) -> Learned:
     """DPO; or PPO or GRPO, rewarded by ``judge`` or by a reward model that is trained first."""
     if config.dpo is not None:
-        return Learned("DPO", [learn_from_rows(config, "dpo", config.dpo, start, start, snapshot_label="after DPO")])
+        return Learned("DPO", [learn_from_rows(config, config.dpo, start, start, snapshot_label="after DPO")])
     settings = config.ppo or config.grpo
     assert settings is not None, "validated"
     rater = None
     if config.rm is not None:
-        rater = learn_from_rows(config, "rm", config.rm, start, snapshot_label="reward model")
+        rater = learn_from_rows(config, config.rm, start, snapshot_label="reward model")
         reward = ModelReward(model=rater.model)
         judge = Judge(reward, source_id(reward))
-    iterations = policy_iterations(
-        start,
-        start,
-        import_prompts(settings.prompts, label="training").data,
-        settings,
-        config.backend,
-        judge.reward,
-        judge.source,
-        seed=config.seed,
-        num_threads=config.num_threads,
-        run_name=config.run.name,
-    )
+    prompts = import_prompts(settings.prompts, label="training").data
+    iterations = policy_iterations(config, settings, judge, prompts, FirstIteration(start), reference=start)
     return Learned(
         "GRPO" if config.ppo is None else "PPO",
         [iteration.checkpoint for iteration in iterations],

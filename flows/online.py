@@ -7,13 +7,14 @@ from typing import TypedDict
 
 from prefect import flow
 
+from flows.agent_work import learn_from, work_on
 from rollout_core.agents.live import OnlineRun, blocking, until_over
 from rollout_core.base.ids import ContentId
 from rollout_core.config import LearnOnlineConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import AgentRollouts, Checkpoint
 from rollout_core.plans.agent_plan import plan_online
-from tasks.agents import close_agents, collect_samples, import_agent, learn_from, work_on
+from tasks.agents import close_agents, collect_samples, import_agent
 from tasks.imports import import_model, import_tasks
 from tasks.online import (
     NOT_HELD_OUT,

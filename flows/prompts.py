@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from prefect import flow
 
+from flows.agent_work import work_on
 from rollout_core.agents.apo import Beam, Candidate, different
 from rollout_core.agents.task_rollouts import template_of
 from rollout_core.base.ids import ContentId
@@ -16,7 +17,7 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import AgentPrompt, AgentRollouts
 from rollout_core.plans.agent_plan import plan_prompt
 from rollout_core.store import PromptTemplate
-from tasks.agents import close_agents, import_agent, work_on
+from tasks.agents import close_agents, import_agent
 from tasks.imports import import_model, import_tasks
 from tasks.prompts import critique_prompt, edit_prompt, import_prompt, promote_prompt
 from tasks.runtime.agent_report import TEMPLATE_FILE as TEMPLATE_FILE, report_tuning

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rollout_core.agents.adapters.ended import ended_rollouts, look_up
 from rollout_core.agents.adapters.span_samples import adapt_ended
@@ -13,27 +12,15 @@ from rollout_core.agents.session import POLICY, Sessions, Setting
 from rollout_core.agents.task_rollouts import enqueue, file_rollouts, template_of, what_decides
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
-from rollout_core.config import (
-    AgentConfig,
-    AgentGRPO,
-    AgentPPO,
-    EngineConfig,
-    LearnOnlineConfig,
-    RunnersConfig,
-    SamplingParams,
-    TrainAgentConfig,
-    TunePromptConfig,
-)
+from rollout_core.config import AgentConfig, EngineConfig, RunnersConfig, SamplingParams
 from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
-from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Checkpoint, Experience
+from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Experience
 from rollout_core.objects.retention.unstored import local_model
-from rollout_core.plans.plan import context_limit
 from rollout_core.store import NamedResources
 from rollout_core.store.types import RolloutMode
-from tasks.learn import UPDATES, check_guards
 from tasks.runtime import artifacts, connections
-from tasks.runtime.journal import log_iteration, stage_logger
+from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, refresh_name, stage
 
 sessions = Sessions(
@@ -140,13 +127,13 @@ def _show_rollouts(record: AgentRollouts, source: AgentSource, label: str) -> No
         statuses,
         record.mean_reward,
     )
-    rows = [
-        {"figure": "mean reward", "value": round(record.mean_reward, 4)},
-        {"figure": "rollouts with a reward", "value": record.num_rewards},
-        {"figure": "spans", "value": record.num_spans},
-        *({"figure": f"status: {status}", "value": count} for status, count in record.statuses.items()),
-    ]
-    artifacts.table("agent-rollouts", rows, f"Rollouts of {source.function} {label}".strip())
+    figures = {
+        "mean reward": round(record.mean_reward, 4),
+        "rollouts with a reward": record.num_rewards,
+        "spans": record.num_spans,
+        **{f"status: {status}": count for status, count in record.statuses.items()},
+    }
+    artifacts.figures("agent-rollouts", figures, f"Rollouts of {source.function} {label}")
 
 
 @stage(version=1, cached=False)
@@ -177,58 +164,15 @@ def collect_samples(
 
     adapted = run_async(adapt())
     experience = file_experience(objects, adapted, failed=failed, group_size=group_size)
-    rows = [
-        {"figure": "samples", "value": experience.num_samples},
-        {"figure": "turns, merged or not", "value": adapted.num_turns},
-        {"figure": "truncated", "value": experience.num_truncated},
-        {"figure": "mean reward", "value": experience.mean},
-        *({"figure": f"left out: {reason}", "value": count} for reason, count in experience.left_out.items()),
-    ]
-    artifacts.table("experience", rows, f"Samples of stored rollouts {label}".strip())
+    figures = {
+        "samples": experience.num_samples,
+        "turns, merged or not": adapted.num_turns,
+        "truncated": experience.num_truncated,
+        "mean reward": experience.mean,
+        **{f"left out: {reason}": count for reason, count in experience.left_out.items()},
+    }
+    artifacts.figures("experience", figures, f"Samples of stored rollouts {label}")
     return experience
-
-
-def work_on(
-    config: TrainAgentConfig | TunePromptConfig | LearnOnlineConfig,
-    source: AgentSource,
-    tasks: ContentId,
-    model: ContentId,
-    sampling: SamplingParams,
-    *,
-    label: str,
-    mode: RolloutMode = "val",
-    prompt: AgentPrompt | None = None,
-    **chosen: Any,
-) -> AgentRollouts:
-    """Have agents work on ``tasks`` with ``model`` behind them; ``chosen`` as `enqueue_tasks` takes it, default: each
-    task once, as held-out ones are."""
-    assert config.agent is not None, "the configuration says so"
-    known = source, config.agent, sampling, config.backend
-    options: dict[str, Any] = {"mode": mode, "label": label} | ({} if prompt is None else {"prompt": prompt})
-    limit = context_limit(config.backend)
-    enqueued = enqueue_tasks(tasks, model, *known, **chosen, **options, draws=config.seed, limit=limit)
-    return run_agents(enqueued, *known, config.runners, seed=config.seed, **options)
-
-
-def learn_from(
-    experience: Experience,
-    settings: AgentGRPO | AgentPPO,
-    model: ContentId,
-    train_state: ContentId | None,
-    reference: ContentId,
-    *,
-    seed: int,
-    num_threads: int | None,
-    label: str,
-    of: str = "",
-) -> Checkpoint:
-    """An update by what agents did; ``of`` ends its line in the log. Raises Fatal for one past a guard's bound."""
-    inputs = model, train_state, reference, experience.as_scores(), experience.samples
-    options = {"seed": seed, "num_threads": num_threads, "label": label}
-    checkpoint = UPDATES[settings.family](*inputs, settings, **options)
-    check_guards(settings, checkpoint, label)
-    log_iteration(f"{settings.kind.upper()} {label}{of}", checkpoint.summary)
-    return checkpoint
 
 
 def close_agents() -> None:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
 from rollout_core.base.errors import Recoverable
-from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
+from rollout_core.config import InferBatchConfig
 from rollout_core.data.dataset_sources import open_prompts
-from rollout_core.inference.batch_runs import EventLog, FailureLimit, ShardReport
+from rollout_core.inference.batch_runs import ShardReport
 from rollout_core.inference.folders import output_folder
-from rollout_core.inference.output import write_shards
-from rollout_core.inference.shards import (
-    ShardWork,
-    assist_shard,
-    complete_shard,
-    forget_import,
-    import_shards,
-    record_shards,
-)
-from rollout_core.models.facts import max_positions
-from rollout_core.objects.records import PromptShards, Record, ShardCompletions
+from rollout_core.inference.output import OutputFile, write_shards
+from rollout_core.inference.shards import assist_shard, complete_shard, forget_import, import_shards, record_shards
+from rollout_core.objects.records import PromptShards, ShardCompletions
 from tasks.generate import Help
 from tasks.runtime import artifacts, connections
-from tasks.runtime.arguments import Arguments
 from tasks.runtime.artifacts import import_progress
-from tasks.runtime.generation import Generation, model_here
+from tasks.runtime.generation import ShardJob
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
 
@@ -50,50 +38,6 @@ def import_prompts(config: InferBatchConfig) -> PromptShards:
     record_shards(objects, record, prompts.source())
     stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
     return record
-
-
-class Reporting(Settings):
-    """What is reported of a shard while it is worked on; no part of its cache key."""
-
-    run_id: str
-    events: bool
-    failures: FailureLimit
-    """Of all shards together; more end the run."""
-
-    def cache_identity(self) -> Any:
-        return None
-
-
-@dataclass(frozen=True)
-class ShardJob(Arguments):
-    """What is asked of a shard. Each field counts as an argument of the stages that take it."""
-
-    rows: ContentId
-    model: ContentId
-    sampling: SamplingParams
-    backend: BackendConfig
-    workers: WorkersConfig
-    samples_per_prompt: int
-    limit: int | None
-    """Longest sequence, in tokens, where the backend has a limit of its own: it decides which samples fail."""
-    reporting: Reporting
-    label: str
-    """Its number among the run's shards, such as ``3/17``."""
-
-    def prepare(self) -> tuple[Generation, ShardWork, EventLog | None]:
-        """What completes the shard in the running stage, what is to be done, and where each sample's end is written."""
-        model = model_here(self.model)
-        limit = self.limit or max_positions(model.folder)
-        # Whole shards, where that makes them repeatable; see `rollout_core.config.inference`.
-        options = {
-            "mode": "test",
-            "deterministic": self.backend.owns_batches,
-            "keep_done": True,
-            "max_model_len": limit,
-        }
-        work = ShardWork(self.rows, self.sampling, self.samples_per_prompt, model.folder)
-        events = EventLog(self.reporting.run_id, self.label) if self.reporting.events else None
-        return Generation(model, self.backend, self.workers, **options), work, events
 
 
 @stage(version=3, concurrency="engine", optional=("limit",), time="generating")
@@ -121,25 +65,14 @@ def help_shard(job: ShardJob) -> Help:
     return Help(num_samples=work.samples)
 
 
-class OutputFile(Record):
-    """What was written where."""
-
-    path: str
-    num_rows: int
-    num_failed: int
-    run_id: str
-
-
 @stage(version=2, cached=False)
 def write_completions(shards: list[ShardCompletions], config: InferBatchConfig, run_id: str) -> OutputFile:
     """Write the completions of all shards in input order, unless they are there; the file is replaced at once."""
     objects = current_stage().objects
     folder = output_folder(config.output.dir, connections.working_folder(), objects)
-    path = write_shards(objects, folder, config, shards, connections.open_store)
-    count = sum(shard.num_samples for shard in shards)
-    failed = sum(shard.num_failed for shard in shards)
-    tokens = sum(shard.num_tokens for shard in shards)
-    stage_logger().info("%d completions in %s", count, path)
-    row = {"file": path, "rows": count, "failed": failed, "tokens": tokens}
+    written = write_shards(objects, folder, config, shards, connections.open_store, run_id)
+    stage_logger().info("%d completions in %s", written.num_rows, written.path)
+    row = {"file": written.path, "rows": written.num_rows, "failed": written.num_failed}
+    row["tokens"] = sum(shard.num_tokens for shard in shards)
     artifacts.table("output", [row], "Completions written")
-    return OutputFile(path=path, num_rows=count, num_failed=failed, run_id=run_id)
+    return written

@@ -1,22 +1,46 @@
-"""The stages that generate: prompts become samples and rollouts of the store, which this process's engine completes."""
+"""The stages that generate: prompts, in their order, become samples and rollouts of the store, and this process's
+engine completes them, at once or in parts."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, SamplingParams
+from rollout_core.data import curriculum, partial_rollouts
+from rollout_core.data.curriculum import OpenPrompts, PromptOrder
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
-from rollout_core.data.samples import decode_samples, draw_again, encode_samples, samples_of_model
+from rollout_core.data.partial_rollouts import JoinedCompletions, decode_carried, unfinished
+from rollout_core.data.samples import decode_samples, draw_again, file_samples, samples_of_model
 from rollout_core.inference.batch import assist
 from rollout_core.inference.training_samples import Failed, FailedSamples
-from rollout_core.objects.records import Completions, PromptSet, Record
+from rollout_core.objects.records import Completions, PromptSet, Record, Scores
 from rollout_core.store.types import RolloutMode
-from tasks.curriculum import OpenPrompts
-from tasks.runtime import artifacts
+from tasks.runtime import artifacts, connections
 from tasks.runtime.generation import Generation, enqueue, generate, model_here
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage, stage
+
+
+@stage(version=1, optional=("scores",))
+def order_prompts(
+    prompts: ContentId,
+    model: ContentId,
+    *,
+    by: Literal["length", "key", "reward"],
+    key: str | None = None,
+    scores: Scores | None = None,
+    label: str = "",
+) -> PromptOrder:
+    """Order prompts by length in the tokens of ``model``, by a key of theirs, or by ``scores`` of equally many
+    completions of each, which stand in the order of the prompts. Raises ConfigError where a prompt has none."""
+    objects, models, warn = current_stage().objects, connections.cache_folder(), stage_logger().warning
+    found = curriculum.order_prompts(objects, prompts, model, by=by, key=key, scores=scores, models=models, warn=warn)
+    ends = found.easiest, found.hardest
+    stage_logger().info("%d prompts ordered by %s, from %.4g to %.4g", found.num_prompts, key or by, *ends)
+    return found
 
 
 @stage(version=3, optional=("seed", "opened", "drawing"))
@@ -59,12 +83,12 @@ def enqueue_prompts(
         max_model_len=max_model_len,
     )
     samples = samples if drawing is None else draw_again(samples, drawing)
-    blob = objects.put_bytes(encode_samples(samples))
-    enqueue(samples, source=blob, mode=mode)
+    filed = file_samples(objects, samples, model)
+    enqueue(samples, source=filed.samples, mode=mode)
     stage_logger().info("%d samples enqueued for model %s", len(samples), model.short)
-    artifacts.origin("prompts", f"Prompts {label}".strip(), {"samples": blob}, {"prompt file": prompts, "model": model})
-    num_tokens = sum(len(sample.prompt_token_ids) for sample in samples)
-    return PromptSet(samples=blob, model=model, num_samples=len(samples), num_prompt_tokens=num_tokens)
+    made_from = {"prompt file": prompts, "model": model}
+    artifacts.origin("prompts", f"Prompts {label}".strip(), {"samples": filed.samples}, made_from)
+    return filed
 
 
 @stage(version=1, concurrency="engine", time="generating", place="generation")
@@ -120,3 +144,42 @@ def help_inference(
 
 
 batch_inference.helped_by(help_inference)
+
+
+@stage(version=1, optional=("fresh",))
+def continue_samples(
+    carried: ContentId,
+    model: ContentId,
+    sampling: SamplingParams,
+    *,
+    fresh: PromptSet | None = None,
+    label: str = "",
+) -> PromptSet:
+    """Samples of ``model`` that go on with the completions of ``carried``, enqueued, and behind them ``fresh`` ones."""
+    objects = current_stage().objects
+    waiting = unfinished(decode_carried(objects.get_bytes(carried)))
+    others = [] if fresh is None else decode_samples(objects.get_bytes(fresh.samples))
+    samples = [*(partial.next_part(model, sampling) for partial in waiting), *others]
+    filed = file_samples(objects, samples, model)
+    enqueue(samples[: len(waiting)], source=filed.samples, mode="train")
+    stage_logger().info("%d completions go on with model %s, %d are new", len(waiting), model.short, len(others))
+    return filed
+
+
+@stage(version=1, optional=("carried",))
+def join_completions(
+    completions: Completions,
+    sampling: SamplingParams,
+    *,
+    carried: ContentId | None,
+    number: int,
+    group_size: int,
+    label: str = "",
+) -> JoinedCompletions:
+    """Add what iteration ``number`` drew to what was carried into it. Groups that are whole are learned from, the
+    others are carried on. ``sampling`` is that of whole completions."""
+    options = {"carried": carried, "number": number, "group_size": group_size, "models": connections.cache_folder()}
+    joined, figures = partial_rollouts.join_completions(current_stage().objects, completions, sampling, **options)
+    artifacts.figures("partial-rollouts", figures, label)
+    stage_logger().info("%s: %s", label, ", ".join(f"{name} {value}" for name, value in figures.items()))
+    return joined

@@ -1,17 +1,14 @@
-"""Stages that bring inputs in: models, rows and reward models are filed in the object store, and a start is chosen."""
+"""Stages that bring inputs in: models, rows and reward models are filed in the object store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
+from rollout_core.base.ids import is_content_id
+from rollout_core.config import DatasetSource, ModelSource
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, record_origin
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
 from rollout_core.models.locating import import_model as file_model, is_gguf, known_model, locate_model
 from rollout_core.objects.records import Dataset, Model
-from rollout_core.objects.snapshots import find_start
 from tasks.runtime import connections
 from tasks.runtime.artifacts import import_progress
 from tasks.runtime.dry_run import dry_run_remark
@@ -67,21 +64,6 @@ def import_unpaired(source: DatasetSource) -> Dataset:
 def import_tasks(source: DatasetSource, *, label: str = "") -> Dataset:
     """File an agent's tasks in the object store in canonical form."""
     return _import(source, TaskRow)
-
-
-def import_held_out(
-    evaluation: HeldOutRows | None, import_rows: Callable[[DatasetSource], Dataset]
-) -> ContentId | None:
-    """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
-    return None if evaluation is None else import_rows(evaluation.dataset).data
-
-
-def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int | None = 1) -> ContentId | None:
-    """The snapshot that a run's configuration has it start from, if any; raises as `find_start` does."""
-    if run.resume is None:
-        return None
-    options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
-    return find_start(connections.objects(), run.resume, **options).id
 
 
 def import_reward(spec: RewardSpec) -> RewardSpec:

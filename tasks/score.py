@@ -1,14 +1,21 @@
-"""The stages that judge: rewards of completions, held-out evaluation of a model."""
+"""The stages that judge: rewards of completions, the groups that are learned from, held-out evaluation of a model."""
 
 from __future__ import annotations
 
+import statistics
+
+from prefect.runtime import flow_run
+
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, SamplingParams
+from rollout_core.config import BackendConfig, Replay, SamplingParams
 from rollout_core.config.rewards import RewardSpec
+from rollout_core.data import replay
+from rollout_core.data.replay import Replayed
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.objects.records import Completions, Divergence, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.objects.retention.unstored import local_model
+from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction
 from tasks.generate import Help, help_inference
@@ -83,6 +90,30 @@ def select_groups(
     figures = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": selected.num_groups}
     artifacts.figures("groups", figures, f"Groups {label}")
     return selected
+
+
+@stage(version=2, optional=("buffer",))
+def replay_groups(
+    scores: Scores,
+    samples: ContentId,
+    model: ContentId,
+    settings: Replay,
+    *,
+    buffer: ContentId | None,
+    number: int,
+    group_size: int,
+    seed: int,
+    algorithm: str,
+    label: str = "",
+) -> Replayed:
+    """Add groups of ``buffer`` to those that ``model`` drew for iteration ``number``, and these to the buffer."""
+    run = current_stage()
+    drawn = {"buffer": buffer, "number": number, "group_size": group_size, "seed": seed}
+    about = {"run_id": run.run_id, "algorithm": algorithm, "meta": {RUN_NAME: flow_run.name or ""}}
+    found, ages = replay.replay_groups(run.objects, scores, samples, model, settings, **drawn, **about)
+    old = f", {statistics.fmean(ages):.1f} iterations old in the mean" if ages else ""
+    stage_logger().info("%s: %d groups are replayed%s", label, len(ages), old)
+    return found
 
 
 @stage(version=1, cached=False, retries=0, time="scoring")

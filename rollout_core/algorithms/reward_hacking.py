@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
+from rollout_core.config import RewardHackingGuard
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,29 @@ def reward_hacking(found: Sequence[PolicyRewards], *, max_fall: float, evaluatio
         f"held-out reward is lower than that by more than {max_fall:g}. Training and held-out reward by iteration: "
         f"{seen}"
     )
+
+
+class HackingWatch:
+    """What the models of a run have earned so far, as ``guard`` has them evaluated."""
+
+    def __init__(self, guard: RewardHackingGuard) -> None:
+        self._guard = guard
+        self._found: list[PolicyRewards] = []
+
+    @property
+    def best(self) -> ContentId | None:
+        """The model with the highest held-out reward so far, if any was evaluated."""
+        return max(self._found, key=lambda found: found.held_out).model if self._found else None
+
+    def note(self, rewards: PolicyRewards, *, is_stored: bool) -> None:
+        """Take what a model earned that is to be trained now; ``is_stored``: whether all models are. Raises Fatal with
+        the evidence where the training reward is hacked."""
+        self._found.append(rewards)
+        guard = self._guard
+        evidence = reward_hacking(self._found, max_fall=guard.max_fall, evaluations=guard.evaluations)
+        if evidence is not None:
+            raise Fatal(
+                f"guards.reward_hacking: {evidence}. This iteration trained nothing, and checkpoints before it stay. "
+                "Mend what the reward pays for, hold the policy closer to its start, or end with the best model"
+                + ("" if is_stored else ", by `rollout reproduce` where it is not stored")
+            )

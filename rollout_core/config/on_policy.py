@@ -126,6 +126,11 @@ class OnPolicySettings(LearnerSettings):
         return self.iterations * self.steps_per_iteration
 
     @property
+    def places_per_iteration(self) -> int:
+        """Of the order of prompts: those from which an iteration may draw."""
+        return self.prompts_per_iteration * (1 if self.redrawing is None else self.redrawing.max_rounds)
+
+    @property
     def group_size(self) -> int:
         """Completions of a prompt that are scored and learned from together."""
         return 1

@@ -6,16 +6,26 @@ are open it is what a run without a curriculum draws.
 
 from __future__ import annotations
 
+import logging
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config import Curriculum
+from rollout_core.config import Curriculum, OnPolicySettings
 from rollout_core.data.dataset_sources import stored_rows
-from rollout_core.data.datasets import Row, to_line
+from rollout_core.data.datasets import PromptRow, Row, parse_rows, to_line
 from rollout_core.data.examples import positions_between
+from rollout_core.data.text import tokenize_prompts
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import BlobId, Record, Scores
+from rollout_core.objects.retention.unstored import local_model
+
+log = logging.getLogger(__name__)
 
 
 def competence(progress: float, curriculum: Curriculum) -> float:
@@ -80,3 +90,91 @@ def in_words(curriculum: Curriculum, num_items: int, total: int | None, unit: st
     whole = (number for number in range(total) if num_open(number, total, num_items, curriculum) == num_items)
     number = next(whole, None)
     return text + (f"never in {total} {unit}s" if number is None else f"from {unit} {number + 1} of {total}")
+
+
+# Of prompts, from which iterations draw
+
+
+class OpenPrompts(Record):
+    """What a curriculum has opened up to an iteration."""
+
+    order: BlobId
+    """As of `PromptOrder`."""
+    places: int
+    """Of an iteration in the order of prompts."""
+    num_open: tuple[int, ...]
+    """Of each iteration, the prompts it draws from."""
+
+    def positions(self, objects: ObjectStore, last: int, *, seed: int) -> list[int]:
+        """Positions of the prompts at places 0 up to ``last``, those of all iterations."""
+        order: Sequence[int] = objects.get_json(self.order)
+        found: list[int] = []
+        for number, opened in enumerate(self.num_open):
+            end = min(last, (number + 1) * self.places)
+            found += open_positions(number * self.places, end, order=order, num_open=opened, seed=seed)
+        return found
+
+
+class PromptOrder(Record):
+    """Prompts by how hard they are."""
+
+    order: BlobId
+    """JSON list of positions in the file of prompts, the easiest first."""
+    num_prompts: int
+    easiest: float
+    hardest: float
+
+    def opened(self, number: int, settings: OnPolicySettings) -> OpenPrompts:
+        """What ``settings.curriculum`` opens up to iteration ``number``, from 0."""
+        assert settings.curriculum is not None, "the prompts are ordered for it"
+        bounds = settings.iterations, self.num_prompts, settings.curriculum
+        opened = tuple(num_open(each, *bounds) for each in range(number + 1))
+        return OpenPrompts(order=self.order, places=settings.places_per_iteration, num_open=opened)
+
+
+def order_prompts(
+    objects: ObjectStore,
+    prompts: ContentId,
+    model: ContentId,
+    *,
+    by: Literal["length", "key", "reward"],
+    key: str | None,
+    scores: Scores | None,
+    models: Path,
+    warn: Callable[..., None] = log.warning,
+) -> PromptOrder:
+    """File the order of ``prompts`` by length in the tokens of ``model``, by a key of theirs, or by ``scores`` of
+    equally many completions of each, in the order of the prompts. Raises ConfigError where a prompt has none.
+
+    ``models``: local folder for fetched models."""
+    rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
+    if by == "key":
+        assert key is not None, "validated"
+        found = [difficulty(row, key, f"prompt {number}") for number, row in enumerate(rows, start=1)]
+    elif by == "reward":
+        assert scores is not None, "given for a curriculum by reward"
+        found = by_reward(objects.get_json(scores.scores), len(rows), warn)
+    else:
+        tokenizer = load_tokenizer(local_model(objects, model, models))
+        found = [float(len(ids)) for ids in tokenize_prompts(tokenizer, rows)]
+    order = easiest_first(found)
+    ends = {"easiest": round(found[order[0]], 6), "hardest": round(found[order[-1]], 6)}
+    return PromptOrder(order=objects.put_json(order), num_prompts=len(rows), **ends)
+
+
+def by_reward(values: Sequence[float | None], num_prompts: int, warn: Callable[..., None] = log.warning) -> list[float]:
+    """How hard prompts are: the less their completions earn, the harder. Completions without a score do not count;
+    a prompt that has no other is as hard as the hardest."""
+    each = len(values) // num_prompts
+    if each * num_prompts != len(values):
+        raise ConfigError(
+            f"{len(values)} completions of {num_prompts} prompts were scored, not equally many of each, so that they "
+            "cannot be ordered by reward; look at those that failed, or order by length or a key"
+        )
+    groups = [values[start : start + each] for start in range(0, len(values), each)]
+    known = [[value for value in group if value is not None] for group in groups]
+    found = [-statistics.fmean(group) if group else None for group in known]
+    hardest = max(value for value in found if value is not None)
+    if unknown := sum(value is None for value in found):
+        warn("%d prompts have no completion with a score; they count as the hardest", unknown)
+    return [hardest if value is None else value for value in found]

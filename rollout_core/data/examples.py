@@ -371,16 +371,6 @@ class Cursor:
         return self.step + max(0, math.ceil((end - self.item) / per_step))
 
 
-def positions_at(step: int, *, num_items: int, per_step: int, seed: int, epochs: int | None = None) -> list[int]:
-    """Items of optimizer step ``step`` (from 0): passes over the data follow each other without a gap.
-
-    With ``epochs`` they end after so many, and the last step has the items that are left. This is the whole data
-    cursor: a resumed run needs nothing but its step.
-    """
-    end = None if epochs is None else epochs * num_items
-    return positions_between(*Cursor().numbers(step, per_step, end), num_items=num_items, seed=seed)
-
-
 def positions_between(first: int, last: int, *, num_items: int, seed: int | None) -> list[int]:
     """Items number ``first`` up to ``last`` of endless passes over the data, each in an order of its own; without a
     seed all are in the order of the data."""

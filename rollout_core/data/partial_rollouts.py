@@ -9,29 +9,36 @@ which log-probabilities. The next part's id, and so its seed, follows from these
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import orjson
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import SamplingParams, identity
-from rollout_core.data.datasets import PromptRow
+from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.samples import (
     Completion,
     FinishReason,
     Sample,
     SampledCompletion,
     TopLogprobs,
+    decode_completions_blob,
+    decode_samples,
     encode_completion,
     encode_samples,
     prompt_of,
 )
-from rollout_core.data.text import text_tokens
+from rollout_core.data.text import decode_completions, text_tokens
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
+from rollout_core.objects.records import Completions
+from rollout_core.objects.retention.unstored import local_model
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +198,64 @@ def _groups(partials: Sequence[Partial], size: int) -> Iterator[Sequence[Partial
     return (partials[start : start + size] for start in range(0, len(partials), size))
 
 
+class JoinedCompletions(Completions):
+    """Completions of whole groups, each of which says which weights drew which of its tokens, and what is carried
+    over. ``model`` is the weights that drew the last parts."""
+
+    num_carried: int
+    """Completions that go on."""
+    num_groups_carried: int
+    carried: Annotated[ContentId | None, "blob"] = None
+    """Of groups that are not whole, as `encode_carried` writes them."""
+
+    def as_completions(self) -> Completions:
+        """What is scored and learned from."""
+        return self.part(Completions)
+
+
+def join_completions(
+    objects: ObjectStore,
+    completions: Completions,
+    sampling: SamplingParams,
+    *,
+    carried: ContentId | None,
+    number: int,
+    group_size: int,
+    models: Path,
+) -> tuple[JoinedCompletions, dict[str, int]]:
+    """File what iteration ``number`` drew, joined to what was carried into it; and figures of that for people.
+
+    ``sampling`` is that of whole completions, ``models`` the local folder for fetched models."""
+    tokenizer = load_tokenizer(local_model(objects, completions.model, models))
+    joined = join_parts(
+        [] if carried is None else decode_carried(objects.get_bytes(carried)),
+        decode_samples(objects.get_bytes(completions.samples)),
+        decode_completions_blob(objects.get_bytes(completions.completions)),
+        model=completions.model,
+        number=number,
+        group_size=group_size,
+        max_tokens=sampling.max_tokens,
+        decode=lambda prompts, ids: decode_completions(tokenizer, prompts, [text_tokens(one, sampling) for one in ids]),
+    )
+    filed = JoinedCompletions(
+        completions=objects.put_bytes(joined.completions),
+        samples=objects.put_bytes(joined.samples),
+        model=completions.model,
+        num_samples=len(joined.whole),
+        num_tokens=sum(len(partial.token_ids) for partial in joined.whole),
+        finish_reasons=dict(sorted(Counter(str(partial.finish_reason) for partial in joined.whole).items())),
+        num_carried=len(unfinished(joined.carried)),
+        num_groups_carried=len(joined.carried) // group_size,
+        carried=objects.put_bytes(encode_carried(joined.carried)) if joined.carried else None,
+    )
+    return filed, {
+        "whole completions": filed.num_samples,
+        "of them drawn by several weights": sum(len(partial.model_ids) > 1 for partial in joined.whole),
+        "completions that go on": filed.num_carried,
+        "groups carried over": filed.num_groups_carried,
+    }
+
+
 @dataclass(frozen=True)
 class Carried:
     """What an iteration left to the next."""
@@ -232,6 +297,35 @@ def carried_over(objects: ObjectStore, train_state: ContentId, *, group_size: in
         log.warning("what training state %s carried over is not stored any more", train_state.short)
         partials = None
     return Carried(int(joined.inputs["number"]), partials)
+
+
+def resume_partial(
+    objects: ObjectStore,
+    train_state: ContentId,
+    *,
+    group_size: int,
+    prompts: ContentId | None,
+    warn: Callable[..., None] = log.warning,
+) -> Carried:
+    """`carried_over`, for a run with ``prompts``, where these are known.
+
+    Two runs whose prompts differ may come to one state, as long as no group of those that do was whole. What the later
+    one carried over is then all that is known, so that prompts which are not this run's are warned of.
+    """
+    carried = carried_over(objects, train_state, group_size=group_size)
+    if carried.partials is None or prompts is None:
+        return carried
+    partials = decode_carried(objects.get_bytes(carried.partials))
+    foreign = num_foreign(partials, parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow))
+    if foreign:
+        warn(
+            "%d of %d completions carried over from training state %s have prompts that are not among this run's: "
+            "these were changed since, or another run came to that state, too",
+            foreign,
+            len(partials),
+            train_state.short,
+        )
+    return carried
 
 
 def num_foreign(partials: Iterable[Partial], rows: Iterable[PromptRow]) -> int:

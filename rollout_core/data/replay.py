@@ -8,14 +8,25 @@ iteration filed: a snapshot of it takes no room in addition to these. What is dr
 from __future__ import annotations
 
 import json
+import logging
 import random
+import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.locks import scratch_folder
 from rollout_core.config import Replay
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
+from rollout_core.objects.records import BlobId, Record, Scores, SnapshotId
+from rollout_core.objects.snapshots import FINISHED, SnapshotStore
+
+log = logging.getLogger(__name__)
 
 _VERSION = 1
 _EPS = 1e-6
@@ -184,3 +195,105 @@ def mix(buffer: Buffer, fresh: Drawn, settings: Replay, seed: str) -> Mixed:
         },
         groups=tuple(groups),
     )
+
+
+# In object storage
+
+
+class Replayed(Record):
+    """An iteration's completions with those that are replayed."""
+
+    buffer: SnapshotId
+    """With the iteration's own groups in it."""
+    scores: BlobId
+    """As of `Scores`, the fresh ones first."""
+    completions: BlobId
+    samples: BlobId
+    replayed: BlobId
+    """`Mixed.document`."""
+    num_samples: int
+    num_replayed: int
+    """Groups."""
+    mean: float
+    std: float
+    num_left_out: int = 0
+    num_abstained: int = 0
+    """Of the fresh ones, as of `Scores`; ``num_reward_failed``, too."""
+    num_reward_failed: int = 0
+
+    def as_scores(self) -> Scores:
+        """What an update takes."""
+        return self.part(Scores)
+
+
+def replay_groups(
+    objects: ObjectStore,
+    scores: Scores,
+    samples: ContentId,
+    model: ContentId,
+    settings: Replay,
+    *,
+    buffer: ContentId | None,
+    number: int,
+    group_size: int,
+    seed: int,
+    **about: Any,
+) -> tuple[Replayed, list[int]]:
+    """File what ``model`` drew for iteration ``number`` with groups of ``buffer``, and the buffer with these groups.
+    Also returns how many iterations old each group is that is replayed.
+
+    ``about``: what the buffer's snapshot says of its run, as `SnapshotStore.save` takes it. Raises ConfigError where
+    the buffer has groups of another size."""
+    rows, completions = (objects.get_bytes(blob).splitlines(keepends=True) for blob in (samples, scores.completions))
+    fresh = Drawn(number, model, rows, completions, objects.get_json(scores.scores))
+    snapshots, before = SnapshotStore(objects), Buffer(group_size)
+    with scratch_folder("buffer") as scratch:
+        if buffer is not None:
+            snapshots.restore(buffer, scratch / "before")
+            before = Buffer.read(scratch / "before")
+        if before.group_size != group_size:
+            raise ConfigError(
+                f"the replay buffer {buffer} holds groups of {before.group_size} completions, and samples_per_prompt "
+                f"is {group_size}: set it to {before.group_size}, or go on without replay"
+            )
+        mixed = mix(before, fresh, settings, content_id("replay/1", [seed, number, buffer]))
+        folder = scratch / "after"
+        folder.mkdir()
+        before.with_iteration(fresh, settings).write(folder)
+        # With this label an update of the same run does not prune it.
+        saved = snapshots.save(folder, kind="buffer", step=number + 1, label=FINISHED, **about)
+    known = _known(mixed.scores)
+    filed = Replayed(
+        buffer=saved.id,
+        scores=objects.put_bytes(canonical_json(mixed.scores)),
+        completions=objects.put_bytes(mixed.completions),
+        samples=objects.put_bytes(mixed.samples),
+        replayed=objects.put_json(mixed.document),
+        num_samples=len(mixed.scores),
+        num_replayed=len(mixed.groups),
+        mean=statistics.fmean(known),
+        std=statistics.pstdev(known),
+        num_left_out=scores.num_left_out,
+        num_abstained=scores.num_abstained,
+        num_reward_failed=scores.num_reward_failed,
+    )
+    return filed, [number - group.iteration for group in mixed.groups]
+
+
+def buffer_behind(objects: ObjectStore, train_state: ContentId) -> ContentId | None:
+    """The buffer, with its own groups in it, of the iteration that left ``train_state``; None where that replayed
+    nothing, or what it was made of is not known any more."""
+    update = lineage_of(objects, train_state)
+    replayed = None if update is None else update.inputs.get("replayed")
+    mixed = None
+    if update is not None and replayed is not None:
+        mixed = maker_for(update, replayed, makers_of(objects, ContentId(replayed)))
+    for output in () if mixed is None else mixed.outputs:
+        with suppress(NotFound):
+            if SnapshotStore(objects).get(output).kind == "buffer":
+                return output
+    log.warning(
+        "no buffer of the iteration that left training state %s is there; replay begins with an empty one",
+        train_state.short,
+    )
+    return None

@@ -23,6 +23,8 @@ from rollout_core.data.text import tokenize_prompts, with_own_bos
 from rollout_core.data.turn_ends import turn_ends
 from rollout_core.models.facts import known_ids as known_ids_of, max_positions
 from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import PromptSet
 
 FinishReason = Literal["stop", "length"]
 
@@ -268,6 +270,16 @@ def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | Non
     return (
         f"{prompt_tokens} tokens + sampling.max_tokens {max_tokens} exceed the model's context of {max_model_len} "
         "tokens; shorten the prompt or lower sampling.max_tokens"
+    )
+
+
+def file_samples(objects: ObjectStore, samples: Sequence[Sample], model: ContentId) -> PromptSet:
+    """Store samples that ``model`` is to complete."""
+    return PromptSet(
+        samples=objects.put_bytes(encode_samples(samples)),
+        model=model,
+        num_samples=len(samples),
+        num_prompt_tokens=sum(len(sample.prompt_token_ids) for sample in samples),
     )
 
 

@@ -24,7 +24,7 @@ import orjson
 
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, Fatal, NotFound
 from rollout_core.base.ids import ContentId, new_run_id
-from rollout_core.config import InferBatchConfig, identity
+from rollout_core.config import InferBatchConfig, Settings, identity
 from rollout_core.data.samples import Sample
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.inference.folders import OutputFolder
@@ -427,6 +427,18 @@ class WatchedStore(StoreView):
 
 def _sample_end(row: Mapping[str, Any]) -> SampleEnd:
     return SampleEnd(ContentId(row["id"]), row["finish_reason"], len(row["token_ids"]), row.get("error"))
+
+
+class Reporting(Settings):
+    """What is reported of a shard while it is worked on; no part of its cache key."""
+
+    run_id: str
+    events: bool
+    failures: FailureLimit
+    """Of all shards together; more end the run."""
+
+    def cache_identity(self) -> Any:
+        return None
 
 
 @dataclass(frozen=True)

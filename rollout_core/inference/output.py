@@ -20,7 +20,7 @@ from rollout_core.inference.ledger import CHUNK
 from rollout_core.inference.shards import finished_ref, read_shard
 from rollout_core.models.messages import openai_messages
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import ShardCompletions
+from rollout_core.objects.records import Record, ShardCompletions
 from rollout_core.store.codec import ordered_json
 from rollout_core.store.reachable import OpenStore
 
@@ -47,15 +47,25 @@ class OutputRow:
     """Further keys of the input row."""
 
 
+class OutputFile(Record):
+    """What was written where."""
+
+    path: str
+    num_rows: int
+    num_failed: int
+    run_id: str
+
+
 def write_shards(
     objects: ObjectStore,
     folder: OutputFolder,
     config: InferBatchConfig,
     shards: Sequence[ShardCompletions],
     open_store: OpenStore,
-) -> str:
-    """Write the completions of all shards in input order, unless they are there; returns where. The store is opened for
-    the times of samples that are noted nowhere else."""
+    run_id: str,
+) -> OutputFile:
+    """Write the completions of all shards in input order, unless they are there. The store is opened for the times of
+    samples that are noted nowhere else."""
     name = file_name(config.output)
 
     def chunks() -> Iterator[bytes]:
@@ -64,7 +74,8 @@ def write_shards(
         return output_chunks(config, rows)
 
     write_known(objects, folder, name, output_id(config, shards), chunks)
-    return folder.where(name)
+    count, failed = (sum(getattr(shard, name) for shard in shards) for name in ("num_samples", "num_failed"))
+    return OutputFile(path=folder.where(name), num_rows=count, num_failed=failed, run_id=run_id)
 
 
 def _ended(objects: ObjectStore, shard: ShardCompletions, open_store: OpenStore) -> list[float]:

@@ -8,7 +8,7 @@ cached record counts only while all of that is still there, but for what is know
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,6 +17,7 @@ from rollout_core.base.ids import ContentId
 BlobId = Annotated[ContentId, "blob"]
 TreeId = Annotated[ContentId, "tree"]
 SnapshotId = Annotated[ContentId, "snapshot"]
+RecordT = TypeVar("RecordT", bound="Record")
 
 
 class Record(BaseModel):
@@ -40,6 +41,10 @@ class Record(BaseModel):
     def outputs(self) -> tuple[ContentId, ...]:
         """Content ids whose origin this record explains."""
         return tuple(content_id for _, content_id in self.references())
+
+    def part(self, kind: type[RecordT]) -> RecordT:
+        """A record of ``kind`` with its fields from this one."""
+        return kind.model_validate(self.model_dump(include=set(kind.model_fields)))
 
 
 class Model(Record):
@@ -177,8 +182,7 @@ class SelectedGroups(Record):
 
     def as_scores(self) -> Scores:
         """What an update takes."""
-        named = self.model_dump(include=set(Scores.model_fields))
-        return Scores.model_validate(named)
+        return self.part(Scores)
 
 
 class AgentSource(Record):
@@ -252,15 +256,7 @@ class Experience(Record):
 
     def as_scores(self) -> Scores:
         """The rewards by themselves."""
-        return Scores(
-            scores=self.scores,
-            completions=self.completions,
-            num_samples=self.num_samples,
-            mean=self.mean,
-            std=self.std,
-            rollouts=self.rollouts,
-            group_size=self.group_size,
-        )
+        return self.part(Scores)
 
 
 class Checkpoint(Record):

@@ -14,6 +14,7 @@ from typing import Any
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.base.stopping import is_stopping, run_async
+from rollout_core.config import DynamicSampling
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.ledger import CHUNK, this_worker
 from rollout_core.objects import ObjectStore
@@ -287,3 +288,24 @@ def select_groups(
         num_reward_failed=sum(scores.num_reward_failed for scores in rounds),
         parts=objects.put_json({**parts, "values": rows_by_part}) if parts else None,
     )
+
+
+def num_to_draw(
+    selected: SelectedGroups, wanted: int, settings: DynamicSampling, *, num_rounds: int, label: str
+) -> int:
+    """Groups that an iteration draws in the round after ``num_rounds``, so that it has ``wanted`` whose rewards differ:
+    as many as the share of such groups so far lets expect; 0 where no round follows. Raises Fatal where the last one
+    has left too few."""
+    found = selected.num_groups
+    if found >= wanted:
+        return 0
+    if num_rounds < settings.max_rounds:
+        return min(wanted, math.ceil((wanted - found) * selected.num_drawn / max(1, found)))
+    if settings.when_short == "stop" or not found:
+        fewer = ', or set when_short = "fewer"' if found else ""
+        raise Fatal(
+            f"{label}: in {num_rounds} rounds {found} of {selected.num_drawn} groups have rewards that differ, and the "
+            f"iteration needs {wanted}; take prompts of other difficulty, raise algorithm.samples_per_prompt or "
+            f"dynamic_sampling.max_rounds{fewer}"
+        )
+    return 0

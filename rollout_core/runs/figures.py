@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_core.base.errors import RolloutError
+from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
-from rollout_core.runs.run_records import MetricsOf, RunDetail, RunHead, StageCall
+from rollout_core.runs.run_records import RunDetail, RunHead, StageCall
 
 MOST_POINTS = 2_000
 """Of one curve; of more steps every n-th, and always the last."""
@@ -44,7 +45,8 @@ def curves_of(objects: ObjectStore, head: RunHead, detail: RunDetail) -> dict[st
     tokens: dict[tuple[str, str], float] = {}
     # A run that recomputed what storage lost names the same figures twice.
     updates = list({of.metrics: of for of in head.metrics}.values())
-    for of, rows in zip(updates, objects.in_parallel(lambda of: _rows(objects, of), updates), strict=True):
+    read = objects.in_parallel(lambda of: metric_rows(objects, of.metrics), updates)
+    for of, rows in zip(updates, read, strict=True):
         _extend(found, of.stage, rows, offsets)
         tokens[of.stage, of.label] = sum(float(row.get("num_tokens") or 0) for row in rows)
     found |= {curve.name: curve for curve in _times(detail, tokens) if len(curve.y) > 1}
@@ -88,9 +90,10 @@ def _rewards(detail: RunDetail) -> dict[str, Curve]:
     return {}
 
 
-def _rows(objects: ObjectStore, of: MetricsOf) -> list[dict[str, Any]]:
+def metric_rows(objects: ObjectStore, metrics: ContentId) -> list[dict[str, Any]]:
+    """Figures of each step of an update; none where they cannot be read."""
     try:
-        return [json.loads(line) for line in objects.get_bytes(of.metrics).splitlines()]
+        return [json.loads(line) for line in objects.get_bytes(metrics).splitlines()]
     except (RolloutError, ValueError):  # gone, or damaged: the others are worth showing
         return []
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
@@ -18,14 +19,17 @@ from rollout_core.data.samples import Sample
 from rollout_core.inference import engines
 from rollout_core.inference.backend import ModelRef, generator_id
 from rollout_core.inference.batch import BatchOptions, Progress, Work
-from rollout_core.inference.batch_runs import FailureLimit, forget_tally, tally
+from rollout_core.inference.batch_runs import EventLog, FailureLimit, Reporting, forget_tally, tally
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
+from rollout_core.inference.shards import ShardWork
 from rollout_core.inference.training_samples import FailedSamples, complete_batch
+from rollout_core.models.facts import max_positions
 from rollout_core.objects.records import Completions, PromptSet, ShardCompletions
 from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections, events
+from tasks.runtime.arguments import Arguments
 from tasks.runtime.journal import Speed, stage_logger
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage
@@ -98,6 +102,38 @@ class Generation:
                 return await job(store, current_stage().objects, self._engine, *inputs, **common, **more)
 
         return run_async(run())
+
+
+@dataclass(frozen=True)
+class ShardJob(Arguments):
+    """What is asked of a shard. Each field counts as an argument of the stages that take it."""
+
+    rows: ContentId
+    model: ContentId
+    sampling: SamplingParams
+    backend: BackendConfig
+    workers: WorkersConfig
+    samples_per_prompt: int
+    limit: int | None
+    """Longest sequence, in tokens, where the backend has a limit of its own: it decides which samples fail."""
+    reporting: Reporting
+    label: str
+    """Its number among the run's shards, such as ``3/17``."""
+
+    def prepare(self) -> tuple[Generation, ShardWork, EventLog | None]:
+        """What completes the shard in the running stage, what is to be done, and where each sample's end is written."""
+        model = model_here(self.model)
+        limit = self.limit or max_positions(model.folder)
+        # Whole shards, where that makes them repeatable; see `rollout_core.config.inference`.
+        options = {
+            "mode": "test",
+            "deterministic": self.backend.owns_batches,
+            "keep_done": True,
+            "max_model_len": limit,
+        }
+        work = ShardWork(self.rows, self.sampling, self.samples_per_prompt, model.folder)
+        events = EventLog(self.reporting.run_id, self.label) if self.reporting.events else None
+        return Generation(model, self.backend, self.workers, **options), work, events
 
 
 def generate(

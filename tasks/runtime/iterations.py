@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollout_core.algorithms.context import HeldStates
-from rollout_core.base.errors import OtherOutcome, RolloutError
+from rollout_core.base.determinism import is_portable_here
+from rollout_core.base.errors import Fatal, OtherOutcome, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import Interruption, in_thread, run_interruptibly
@@ -152,6 +153,21 @@ def states_here(states: StatesHere) -> Iterator[None]:
 def current_states() -> StatesHere | None:
     """What becomes of the state of an update called here; None: nothing is known."""
     return _states_here.get()
+
+
+def check_outcome(title: str, checkpoint: Checkpoint) -> None:
+    """Raises Fatal where the outcome was named before, is another now, and arithmetic should not tell."""
+    here = current_states()
+    if here is None or here.expected is None or here.expected.cache_identity() == checkpoint.cache_identity():
+        return
+    found = f"{title}: computed again, the training state is {checkpoint.train_state.short}, and was named as "
+    found += here.expected.train_state.short
+    if is_portable_here():
+        raise Fatal(
+            f"{found}. With portable numerics both should be the same: look for a machine that computes wrongly, or "
+            "start over by run.refresh = true"
+        )
+    stage_logger().warning("%s: other arithmetic, such as another CPU or GPU. What follows is computed from it", found)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from updates import preference_update as update, sft_settings, update_context
+from updates import positions_at, preference_update as update, sft_settings, update_context
 
 from rollout_core.algorithms.supervised import num_steps
 from rollout_core.config import BudgetConfig, identity
-from rollout_core.data.examples import positions_at
 from rollout_core.data.packing import SHARED_PREFIX_TOKENS, Document, num_branch_tokens, pack_branches
 
 

@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from updates import sft_rows, sft_settings, update_context
+from updates import positions_at, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.supervised import SFT
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import BudgetConfig, Curriculum, GRPOSettings, PromptCurriculum, identity
-from rollout_core.data.curriculum import competence, easiest_first, in_words, num_open, open_positions, sorted_rows
-from rollout_core.data.datasets import SftRow, to_jsonl
-from rollout_core.data.examples import Example, positions_at
+from rollout_core.data.curriculum import (
+    OpenPrompts,
+    by_reward,
+    competence,
+    easiest_first,
+    in_words,
+    num_open,
+    open_positions,
+    order_prompts,
+    sorted_rows,
+)
+from rollout_core.data.datasets import PromptRow, SftRow, to_jsonl
+from rollout_core.data.examples import Example
 from rollout_core.objects import ObjectStore
-from tasks.curriculum import OpenPrompts, by_reward
 
 
 @pytest.mark.parametrize(
@@ -123,3 +132,21 @@ def test_prompts_are_as_hard_as_their_completions_earn_little():
     assert by_reward([1.0, None, 0.0, 0.5, None, None], 3) == [-1.0, -0.25, -0.25]
     with pytest.raises(ConfigError, match="3 completions of 2 prompts were scored"):
         by_reward([1.0, 0.0, 1.0], 2)
+
+
+def test_prompts_are_ordered_once_and_iterations_open_more_of_them(tmp_path: Path):
+    """With power 1, initial 0.25 and until 1, of 4 prompts 1 is open at first, 2 after a third and 3 after two."""
+    objects = ObjectStore.from_url(str(tmp_path))
+    rows = [PromptRow(prompt=name, extras={"level": level}) for name, level in zip("abcd", (3, 1, 2, 1), strict=True)]
+    prompts = objects.put_bytes(to_jsonl(rows))
+    options: Any = {"key": "level", "scores": None, "models": tmp_path}
+    order = order_prompts(objects, prompts, prompts, by="key", **options)
+    assert objects.get_json(order.order) == [1, 3, 2, 0]
+    assert (order.num_prompts, order.easiest, order.hardest) == (4, 1.0, 3.0)
+    curriculum = {"by": "key", "key": "level", "initial": 0.25, "until": 1.0, "power": 1}
+    fields = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-4}, "iterations": 3, "prompts_per_iteration": 5}
+    settings = GRPOSettings.model_validate({**fields, "curriculum": curriculum})
+    opened = order.opened(2, settings)
+    assert (opened.order, opened.places, opened.num_open) == (order.order, 5, (1, 2, 3))
+    redrawn = GRPOSettings.model_validate({**fields, "curriculum": curriculum, "dynamic_sampling": {"max_rounds": 4}})
+    assert order.opened(0, redrawn).places == 20, "each round of an iteration has places of its own"

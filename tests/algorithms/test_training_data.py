@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from tokenizers.processors import TemplateProcessing
+from updates import positions_at
 
 from rollout_core.algorithms.preference import unpaired_documents
 from rollout_core.base.errors import Conflict
@@ -21,7 +22,7 @@ from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, Optimize
 from rollout_core.data import examples as data, training_data
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
 from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, to_jsonl
-from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions_at
+from rollout_core.data.examples import EXAMPLES, Example, epoch_order
 from rollout_core.data.preference_data import PAIRS, UNPAIRED, Pair, UnpairedPreference
 from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.data.training_data import look_at_rows, pair_form, sft_form, training_items, unpaired_form

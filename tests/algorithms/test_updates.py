@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from updates import PPO_SETTINGS, grpo, ppo, rows_of, scored_completions, sft_settings, update_context
+from updates import PPO_SETTINGS, grpo, positions_at, ppo, rows_of, scored_completions, sft_settings, update_context
 
 from rollout_core.algorithms import experience, on_policy_updates
 from rollout_core.algorithms.dataset_updates import sft_update
@@ -43,7 +43,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.advantage_rows import decode_advantages
 from rollout_core.data.datasets import SftRow, to_jsonl
-from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
+from rollout_core.data.examples import Example, epoch_order, positions_between
 from rollout_core.data.packing import Document, pack
 from rollout_core.data.samples import SampledCompletion, decode_completions_blob
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer

@@ -48,10 +48,21 @@ from rollout_core.config import (
     SpikeRule,
 )
 from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, parse_rows, to_jsonl
+from rollout_core.data.examples import Cursor, positions_between
 from rollout_core.data.replay import Buffer, Drawn, mix
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.records import Checkpoint, Scores
+
+
+def positions_at(step: int, *, num_items: int, per_step: int, seed: int, epochs: int | None = None) -> list[int]:
+    """Items of optimizer step ``step`` (from 0): passes over the data follow each other without a gap.
+
+    With ``epochs`` they end after so many, and the last step has the items that are left. This is the whole data
+    cursor: a resumed run needs nothing but its step.
+    """
+    end = None if epochs is None else epochs * num_items
+    return positions_between(*Cursor().numbers(step, per_step, end), num_items=num_items, seed=seed)
 
 
 def update_context(folder: Path, **changes: Any) -> UpdateContext:

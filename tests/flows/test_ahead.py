@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.replay import buffer_behind
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.base.stopping import raise_if_stopping
 from rollout_core.config import GRPOSettings, ImportanceCorrection, TrainGRPOConfig, parse_config
+from rollout_core.data.replay import buffer_behind
 from rollout_core.objects.lineage import trace_lineage
 from rollout_core.objects.snapshots import RUN_NAME, SnapshotStore
 from tasks.runtime.iterations import SamplesAhead

@@ -365,7 +365,7 @@ def test_every_kind_of_run_has_its_flow():
 
 
 def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows import learning
+    from flows import evaluation
     from tasks.runtime.dry_run import DryRun, running_dry
 
     config = nightly(**{"grpo.guards": {"reward_hacking": {"prompts": {"path": "held-out.jsonl"}, "evaluations": 1}}})
@@ -376,22 +376,17 @@ def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, mon
         model=source, completions=source, samples=source, scores=source, num_samples=4, mean_reward=0.8, num_tokens=9
     )
     reports = iter([report, dry_run.placeholder(EvalReport), report.model_copy(update={"mean_reward": 0.5})])
-    monkeypatch.setattr(learning, "evaluate", lambda *arguments, **options: next(reports))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments, **options: next(reports))
 
-    def drawn(mean: float) -> learning._Experience:
-        scores = Scores(scores=source, completions=source, num_samples=4, mean=mean, std=0.1)
-        return learning._Experience(scores, source, mean, source)
+    def look(number: int, mean: float) -> None:
+        guard.look(number, source, Scores(scores=source, completions=source, num_samples=4, mean=mean, std=0.1), mean)
 
     with running_dry(dry_run):
-        carrying = learning.Carrying(settings)
-        sampler = learning._Sampler(
-            source, settings, config.backend, config.reward, source, 0, lambda number: None, lambda number: 2, carrying
-        )
-        watch = learning._HackingWatch(settings.guards.reward_hacking, sampler)
-        watch.look(0, source, drawn(0.1))
-        watch.look(1, source, drawn(0.2))  # whose held-out reward, a stand-in's, is 0
+        guard = evaluation.HackingGuard(settings, config.backend, evaluation.Judge(config.reward, source))
+        look(0, 0.1)
+        look(1, 0.2)  # whose held-out reward, a stand-in's, is 0
         with pytest.raises(Fatal, match="reward_hacking"):
-            watch.look(2, source, drawn(0.3))
+            look(2, 0.3)
 
 
 def away_once(calls: list[str], name: str, answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -286,7 +286,7 @@ def reward(sample: RewardInput) -> float:
 def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_does_not_repeat(
     tiny_model, sorting_task, prefect_server, tmp_path, monkeypatch
 ):
-    from flows import learning, train
+    from flows import learning, sampling, train
     from tasks.runtime import connections
 
     (tmp_path / "spread.py").write_text(SPREAD)
@@ -317,7 +317,7 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
         return load_config(PROJECT / "examples" / "dapo-tiny.toml", TrainGRPOConfig, overrides)
 
     drawn, learned = [], []
-    score, update = learning.score_rewards, learning.TrainingStates.update
+    score, update = sampling.score_rewards, learning.TrainingStates.update
 
     def scoring(completions, *arguments, **options):
         drawn.append(completions.num_samples)
@@ -329,7 +329,7 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
         learned.append((scores, samples))
         return update(self, number, stage, model, state, reference, scores, samples, *arguments, **options)
 
-    monkeypatch.setattr(learning, "score_rewards", scoring)
+    monkeypatch.setattr(sampling, "score_rewards", scoring)
     monkeypatch.setattr(learning.TrainingStates, "update", updating)
     with pytest.raises(KeyboardInterrupt):
         train.train_grpo(config())
@@ -405,7 +405,7 @@ def test_a_run_ends_when_its_training_reward_rises_and_that_on_held_out_prompts_
 
     # A bound that was not there when the update was made: it is found, not made again, and what it learned from counts.
     with monkeypatch.context() as patched, pytest.raises(Fatal, match="Iteration 1 was trained earlier, without this"):
-        patched.setattr("tasks.learn._learn_on_policy", lambda job: pytest.fail("it is made again"))
+        patched.setattr("tasks.runtime.updates.UpdateJob.learn_on_policy", lambda job: pytest.fail("it is made again"))
         train.train_grpo(config(**{"algorithm.guards": {"max_mean_length": 0.5}, "algorithm.iterations": 2}))
 
     missing = {"reward_hacking": {**guard, "prompts": {"path": "nowhere.jsonl"}}}
@@ -420,7 +420,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     """Three iterations of 4 of 6 prompts are two passes; held-out prompts, say, keep the order of their file."""
     from prefect import flow
 
-    from flows import learning, train
+    from flows import sampling, train
     from tasks.imports import import_model, import_prompts
     from tasks.runtime import connections
 
@@ -428,7 +428,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     rows = [json.loads(line)["prompt"] for line in lines]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))
     asked: list[str] = []
-    enqueue = learning.enqueue_prompts
+    enqueue = sampling.enqueue_prompts
 
     def asking(*arguments, **options):
         prompts = enqueue(*arguments, **options)
@@ -436,7 +436,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
         asked.extend(sample.prompt for sample in samples[:: options.get("samples_per_prompt", 1)])
         return prompts
 
-    monkeypatch.setattr(learning, "enqueue_prompts", asking)
+    monkeypatch.setattr(sampling, "enqueue_prompts", asking)
 
     def passes(seed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         asked.clear()

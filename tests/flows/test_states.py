@@ -37,7 +37,6 @@ from rollout_core.objects.retention.unstored import (
 )
 from rollout_core.objects.trees import TreeManifest
 from rollout_core.objects.verification import verify_store
-from tasks import learn
 from tasks.runtime import iterations
 from tasks.runtime.flow_run import TRIES_FOR_AN_OBJECT, _repeat
 from tasks.runtime.iterations import SamplesAhead, TrainingStates
@@ -249,7 +248,7 @@ class Updates:
             summary={},
             advantages=self.advantages,
         )
-        learn._check_named(label, checkpoint)
+        iterations.check_outcome(label, checkpoint)
         self.results[content_id("key/1", [model, train_state, number])] = checkpoint
         return checkpoint
 
@@ -445,7 +444,7 @@ def test_what_stops_while_states_are_computed_again_stores_the_last_of_them():
 
 @pytest.fixture
 def portable(monkeypatch):
-    monkeypatch.setattr(learn, "is_portable_here", lambda: True)
+    monkeypatch.setattr(iterations, "is_portable_here", lambda: True)
 
 
 def test_an_outcome_of_an_earlier_version_is_the_same_without_what_later_ones_show(portable):

@@ -193,8 +193,8 @@ def calls_alone() -> list[str]:
     from rollout_core.config import LearnOnlineConfig, SamplingParams, TrainSFTConfig, load_config
     from rollout_core.objects.records import AgentRollouts, Completions, PromptSet, Scores
     from tasks.agents import collect_samples
+    from tasks.generate import continue_samples, join_completions
     from tasks.learn import ppo_update, sft_update
-    from tasks.partial_rollouts import continue_samples, join_completions
     from tasks.runtime.dry_run import DryRun, running_dry
 
     _set_numerics("portable")

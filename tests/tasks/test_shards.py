@@ -11,14 +11,15 @@ import pytest
 
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import InferBatchConfig, SamplingParams, ScriptedBackend, WorkersConfig
-from rollout_core.inference.batch_runs import FailureLimit
+from rollout_core.inference.batch_runs import FailureLimit, Reporting
 from rollout_core.inference.shards import read_shard, shards_of
 from rollout_core.objects import ObjectStore
 
 
 def test_a_shard_job_has_the_key_that_its_fields_had_as_single_arguments():
     """Values of the third version, in which conversations also end where the chat template ends a turn."""
-    from tasks.batch import Reporting, ShardJob, infer_shard
+    from tasks.batch import infer_shard
+    from tasks.runtime.generation import ShardJob
 
     job = ShardJob(
         rows=hash_bytes(b"a"),
