@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_core.web.http_errors import Forbidden, Unauthorized
-from rollout_core.web.listening import Gate
+from rollout_core.web.http_errors import Forbidden, TooLarge, TooSlow, Unauthorized
+from rollout_core.web.listening import BodyLimits, Gate, read_body
+from rollout_core.web.replies import error_reply
 
 LOGIN, STATIC = "/login", "/static/"
 _COOKIE = "rollout_ui"
@@ -106,11 +107,10 @@ class _Login(Gate):
 
     async def _sign_in(self, request: Request) -> Response:
         assert self._key is not None, "only with a key"
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MOST_LOGIN_BYTES:
-                return HTMLResponse("too long for a key", 413)
+        try:
+            body = await read_body(request.scope, request.receive, BodyLimits(_MOST_LOGIN_BYTES))
+        except (TooLarge, TooSlow) as error:
+            return error_reply(error)
         form = parse_qs(body.decode("latin-1"))
         given, wanted = (form.get(name, [""])[0] for name in ("key", "next"))
         base = base_of(request.scope)

@@ -175,10 +175,8 @@ class Ask:
 # What is asked
 
 
-def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab_size: int) -> Ask:
+def read_ask(body: Mapping[str, Any], *, is_chat: bool, sampling: SamplingParams | None, vocab_size: int) -> Ask:
     """What a request's JSON asks for; ``sampling`` rules what `RULED` names and adds its stops. Raises ApiError."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the request's body is no JSON object")
     for name in sorted(_REFUSED & body.keys()):
         if body[name] and body[name] not in _HARMLESS.get(name, ()):
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")

@@ -21,16 +21,14 @@ from rollout_core.config import EngineConfig, SamplingParams
 from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.chat_api import CHAT, COMPLETIONS, ApiError, read_ask, stream_of
 from rollout_core.inference.served_engine import ServedEngine
-from rollout_core.store.codec import read_json
-from rollout_core.web.http_errors import Unauthorized
-from rollout_core.web.listening import DEFAULT_HOST, Gate, listen, require_key, url_of
+from rollout_core.store.codec import read_object
+from rollout_core.web.http_errors import TooLarge, TooSlow, Unauthorized, status_of
+from rollout_core.web.listening import DEFAULT_HOST, BodyLimits, Gate, Gone, listen, read_body, require_key, url_of
 from rollout_core.web.threads import ServerThread
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-BODY_SECONDS = 120.0
-"""Longest time that a request's body may take to arrive."""
+_LIMITS = BodyLimits(silent_seconds=120.0, whole_seconds=120.0)
 _JSON = b"application/json"
 _STREAM = b"text/event-stream; charset=utf-8"
 
@@ -175,7 +173,7 @@ class _App:
             return
         try:
             status, kind, body = 200, *await self._answer(scope, receive)
-        except _Gone:
+        except Gone:
             return
         except ApiError as error:
             status, kind, body = error.status, _JSON, error.body()
@@ -208,14 +206,17 @@ class _App:
             raise ApiError(404, f"no such path; there are {CHAT}, {COMPLETIONS} and /v1/models")
         if scope["method"] != "POST":
             raise ApiError(405, f"{path} takes POST, not {scope['method']}")
-        body = await _read_body(scope, receive)
+        try:
+            body = await read_body(scope, receive, _LIMITS)
+        except (TooLarge, TooSlow) as error:
+            raise ApiError(status_of(error), str(error)) from None
         return await _while_connected(receive, self._generate(body, is_chat=path == CHAT))
 
     async def _generate(self, data: bytes, *, is_chat: bool) -> tuple[bytes, bytes]:
         try:
-            body = read_json(data)
+            body = read_object(data)
         except ValueError as error:
-            raise ApiError(400, f"the request's body is no JSON: {error}") from None
+            raise ApiError(400, str(error)) from None
         async with self._engine.admitted() as served:
             vocab_size = len(served.tokenizer)
             ask = read_ask(body, is_chat=is_chat, sampling=served.sampling, vocab_size=vocab_size)
@@ -231,34 +232,8 @@ class _App:
         return _JSON, orjson.dumps(answer)
 
 
-class _Gone(Exception):
-    """The client has gone away, and nobody reads an answer."""
-
-
-async def _read_body(scope: Scope, receive: Receive) -> bytes:
-    too_large = ApiError(413, f"the request's body has more than {MAX_BODY_BYTES:,} bytes")
-    length = dict(scope["headers"]).get(b"content-length", b"")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise too_large
-    parts, num_bytes = [], 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _Gone
-                parts.append(message.get("body", b""))
-                num_bytes += len(parts[-1])
-                if num_bytes > MAX_BODY_BYTES:
-                    raise too_large
-                if not message.get("more_body"):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise ApiError(408, f"the request's body took longer than {BODY_SECONDS:g} s") from None
-
-
 async def _while_connected(receive: Receive, work: Awaitable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """The result of ``work``, which is cancelled when the client goes away. Raises _Gone then."""
+    """The result of ``work``, which is cancelled when the client goes away. Raises Gone then."""
     task = asyncio.ensure_future(work)
 
     async def listen() -> None:
@@ -269,7 +244,7 @@ async def _while_connected(receive: Receive, work: Awaitable[tuple[bytes, bytes]
     try:
         await asyncio.wait([task, listener], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _Gone
+            raise Gone
         return task.result()
     finally:
         task.cancel()

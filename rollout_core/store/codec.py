@@ -84,6 +84,17 @@ def read_json(data: bytes, *, half_pairs: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def read_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that a request's body is. Raises ValueError, with words for who sent it, for anything else."""
+    try:
+        found = read_json(data)
+    except ValueError as error:
+        raise ValueError(f"the request's body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the request's body is a JSON {type(found).__name__}; expected an object")
+    return found
+
+
 _ANY_DIGIT, _MANY_DIGITS = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 19
 
 

@@ -17,8 +17,10 @@ import ipaddress
 import os
 import signal
 import socket
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.loops import end_waits
-from rollout_core.web.http_errors import Forbidden, Unauthorized
+from rollout_core.web.http_errors import Forbidden, TooLarge, TooSlow, Unauthorized
 from rollout_core.web.replies import error_reply
 
 HEADER_SECONDS = 20.0
@@ -38,6 +40,8 @@ MAX_HEADER_BYTES = 64 << 10
 """Most bytes of a request's header, line included, and of what stands between the parts of a body."""
 MAX_HEADERS = 100
 """Most headers of a request, trailers included."""
+MAX_BODY_BYTES = 64 << 20
+"""Most bytes of a request's body, unless a server is given another number."""
 LINGER_SECONDS = 1.0
 """How long a connection stays open after a refusal, so that the client can read why."""
 
@@ -361,3 +365,55 @@ def _is_local(host: bytes) -> bool:
         return parts.netloc == text and "@" not in text and is_loopback(parts.hostname or "")
     except ValueError:
         return False
+
+
+# Their bodies
+
+
+class Gone(Exception):
+    """The client has gone away, and nobody reads an answer."""
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What a server puts up with."""
+
+    max_bytes: int = MAX_BODY_BYTES
+    """Most bytes of a body, unpacked."""
+    silent_seconds: float = 30.0
+    """Longest silence in the middle of a body."""
+    whole_seconds: float = 300.0
+    """Longest time for a body as a whole."""
+    advice: str = ""
+    """For who sent one that is too large."""
+
+    def refuse(self) -> TooLarge:
+        """The error for a body above the limit."""
+        return TooLarge(f"the body is larger than the {self.max_bytes} bytes this server takes{self.advice}")
+
+
+async def read_body(scope: Scope, receive: Receive, limits: BodyLimits) -> bytes:
+    """The body of a request as it was sent. Raises TooLarge, TooSlow and Gone."""
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    if length.isdigit() and int(length) > limits.max_bytes:
+        raise limits.refuse()
+    parts: list[bytes] = []
+    num_bytes, ends = 0, time.monotonic() + limits.whole_seconds
+    more = True
+    while more:
+        try:
+            async with asyncio.timeout(min(limits.silent_seconds, ends - time.monotonic())):
+                message = await receive()
+        except TimeoutError:
+            raise TooSlow(
+                f"the body stopped for {limits.silent_seconds:g} s, or took more than {limits.whole_seconds:g} s; send "
+                "it again"
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise Gone
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > limits.max_bytes:
+            raise limits.refuse()
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

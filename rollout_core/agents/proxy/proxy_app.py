@@ -27,9 +27,9 @@ from rollout_core.agents.proxy.upstream_requests import Exchange, Failed, Forwar
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import content_id
 from rollout_core.store import LightningStore
-from rollout_core.store.codec import read_json
-from rollout_core.web.http_errors import Unauthorized
-from rollout_core.web.listening import Gate
+from rollout_core.store.codec import read_object
+from rollout_core.web.http_errors import TooLarge, TooSlow, Unauthorized, status_of
+from rollout_core.web.listening import BodyLimits, Gate, Gone, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ProxyApp:
     ) -> None:
         self._pools, self._forwarder, self._delivery, self._store = pools, forwarder, delivery, store
         self._gate = Gate(self, api_key)
-        self._max_body_bytes = max_body_bytes
+        self._limits = BodyLimits(max_body_bytes, BODY_SECONDS, BODY_SECONDS)
         self._created = int(time.time())
         self._num_calls: OrderedDict[tuple[str, str], int] = OrderedDict()
         """Of the latest attempts."""
@@ -120,6 +120,8 @@ class ProxyApp:
         try:
             request = await self._read(scope, receive)
             await _while_listening(receive, reply, self._answer(request, reply))
+        except Gone:
+            return
         except Failed as error:
             await reply.failed(error)
         except asyncio.CancelledError:
@@ -143,29 +145,12 @@ class ProxyApp:
         headers = dict(scope["headers"])
         query = scope["query_string"].decode("latin-1")
         content_type = headers.get(b"content-type")
-        body = await self._read_body(headers.get(b"content-length", b""), receive)
+        try:
+            body = await read_body(scope, receive, self._limits)
+        except (TooLarge, TooSlow) as error:
+            raise Failed(status_of(error), str(error)) from None
         kind = None if content_type is None else content_type.decode("latin-1")
         return _Request(scope["method"], found["rest"], query and f"?{query}", kind, ids, body)
-
-    async def _read_body(self, length: bytes, receive: Receive) -> bytes:
-        too_large = Failed(413, f"the request's body has more than {self._max_body_bytes:,} bytes")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            raise too_large
-        parts, num_bytes = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Failed(400, "the caller has gone")
-                    parts.append(message.get("body", b""))
-                    num_bytes += len(parts[-1])
-                    if num_bytes > self._max_body_bytes:
-                        raise too_large
-                    if not message.get("more_body"):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
-        except TimeoutError:
-            raise Failed(408, f"the request's body took longer than {BODY_SECONDS:g} s") from None
 
     async def _answer(self, request: _Request, reply: _Reply) -> None:
         path, is_get = request.path, request.method in ("GET", "HEAD")
@@ -305,12 +290,9 @@ def _json_object(request: _Request) -> dict[str, Any]:
     if not request.body or (request.path not in (CHAT, COMPLETIONS) and "json" not in (request.content_type or "json")):
         return {}
     try:
-        body = read_json(request.body)
+        return read_object(request.body)
     except ValueError as error:
-        raise Failed(400, f"the request's body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Failed(400, f"the request's body is a JSON {type(body).__name__}; expected an object")
-    return body
+        raise Failed(400, str(error)) from None
 
 
 async def _while_listening(receive: Receive, reply: _Reply, work: Awaitable[None]) -> None:

@@ -15,12 +15,11 @@ from rollout_core.agents.proxy.upstream_requests import Forwarder
 from rollout_core.agents.proxy.upstreams import GivenModel, ModelEntry, Upstream, model_entries
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store import LLM, LightningStore, ProxyLLM
-from rollout_core.web.listening import DEFAULT_HOST, listen, require_key, url_of
+from rollout_core.web.listening import DEFAULT_HOST, MAX_BODY_BYTES, listen, require_key, url_of
 from rollout_core.web.threads import ServerThread
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 64 << 20
 START_SECONDS = 20.0
 """Longest time that the server may take to start."""
 NO_KEY = "EMPTY"

@@ -33,14 +33,14 @@ from rollout_core.store.contract import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import Lane
 from rollout_core.store.http.otlp import receive_traces
-from rollout_core.store.http.requests import BodyLimits, Memo, direct_app, endpoint_of
+from rollout_core.store.http.requests import Memo, direct_app, endpoint_of
 from rollout_core.store.http.routes import ROUTES, Route
 from rollout_core.store.http.server_metrics import METRICS_PATH, Metrics
 from rollout_core.web.http_errors import ErrorBody
-from rollout_core.web.listening import Gate, tune_gc
+from rollout_core.web.listening import MAX_BODY_BYTES, BodyLimits, Gate, tune_gc
 from rollout_core.web.replies import error_reply
 
-MAX_BODY_BYTES = 64 << 20
+_FEWER = "; send fewer records in a request, or keep large values in the object store"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def create_app(
 ) -> Starlette:
     """The application that serves ``store``. It neither opens nor closes it; ``lifespan`` may."""
     settings = settings or AppSettings()
-    limits = BodyLimits(settings.max_body_bytes)
+    limits = BodyLimits(settings.max_body_bytes, advice=_FEWER)
     metrics = Metrics() if settings.prometheus else None
     memo = Memo()
     lane = Lane()

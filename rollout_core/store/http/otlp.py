@@ -28,7 +28,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
@@ -38,7 +37,7 @@ from rollout_core.store.contract import LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import Lane, check_weight
-from rollout_core.store.http.requests import BodyLimits, read_body
+from rollout_core.store.http.requests import read_unpacked
 from rollout_core.store.http.span_bodies import (
     Body,
     Context,
@@ -52,6 +51,7 @@ from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import StatusCode, TraceState, otel_name, otel_value
 from rollout_core.store.types import AttemptedRollout
 from rollout_core.web.http_errors import TooLarge, WrongMediaType, status_of
+from rollout_core.web.listening import BodyLimits, Gone
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,14 @@ async def receive_traces(
     try:
         if media_type not in (PROTOBUF, wire.JSON):
             raise WrongMediaType(f"content-type is {media_type!r:.100}; expected {PROTOBUF} or {wire.JSON}")
-        data = await read_body(scope, receive, limits, lane)
+        data = await read_unpacked(scope, receive, limits, lane)
         if len(data) <= _LOOP_BYTES:
             rejected = await store_spans(store, read_spans(data, media_type))
         elif store.capabilities.get("thread_safe"):
             rejected = await lane.run(_read_and_store(store, data, media_type))
         else:
             rejected = await store_spans(store, await lane.call(read_spans, data, media_type))
-    except ClientDisconnect:
+    except Gone:
         return Response(status_code=400)
     except Exception as error:  # noqa: BLE001 - every error becomes a reply
         return _refusal(error, media_type)

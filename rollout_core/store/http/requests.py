@@ -7,16 +7,15 @@ import logging
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from blake3 import blake3
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_core.base.errors import ConfigError, UnknownOutcome
 from rollout_core.store.codec import encode_stored
@@ -25,7 +24,8 @@ from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import LOOP_BYTES, LOOP_RECORDS, Lane, read_large
 from rollout_core.store.http.routes import Call, Route
 from rollout_core.store.types import PaginatedResult
-from rollout_core.web.http_errors import TooLarge, TooSlow, Unprocessable, WrongMediaType, unprocessable
+from rollout_core.web.http_errors import Unprocessable, WrongMediaType, unprocessable
+from rollout_core.web.listening import BodyLimits, Gone, read_body
 from rollout_core.web.replies import error_reply
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def endpoint_of(store: LightningStore, route: Route, limits: BodyLimits, memo: M
                     "look before you repeat it"
                 )
             return await memo.once(call.key, call.digest, lambda: answer(store, route, call, lane), route.in_bulk)
-        except ClientDisconnect:
+        except Gone:
             return Response(status_code=400)  # nobody is there to read it
         except Exception as error:  # noqa: BLE001 - every error becomes a reply
             return error_reply(error)
@@ -71,7 +71,7 @@ def direct_app(endpoint: Endpoint, route: BaseRoute) -> ASGIApp:
 
 
 async def read_call(route: Route, request: Request, limits: BodyLimits, lane: Lane) -> Call:
-    """What a request asks for. Raises ConfigError for what it cannot ask, and ClientDisconnect."""
+    """What a request asks for. Raises ConfigError for what it cannot ask, and Gone."""
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     key = _key(headers)
     body, data = None, b""
@@ -79,7 +79,7 @@ async def read_call(route: Route, request: Request, limits: BodyLimits, lane: La
         if route.method == "GET":
             body = _read_query(route, request)
         else:
-            data = await read_body(request.scope, request.receive, limits, lane)
+            data = await read_unpacked(request.scope, request.receive, limits, lane)
             body = await _read_json(route, headers, data, lane)
     try:
         path = {name: unquote(value, errors="strict") for name, value in request.path_params.items()}
@@ -183,70 +183,19 @@ MAX_GZIP_MEMBERS = 1_000
 """Most gzip streams, one after the other, that a body may be made of."""
 
 
-@dataclass(frozen=True)
-class BodyLimits:
-    """What a server puts up with."""
-
-    max_bytes: int
-    """Most bytes of a body, unpacked."""
-    chunk_seconds: float = 30.0
-    """Longest silence in the middle of a body."""
-    whole_seconds: float = 300.0
-    """Longest time for a body as a whole."""
-
-    def refuse(self) -> TooLarge:
-        """The error for a body above the limit."""
-        return TooLarge(
-            f"the body is larger than the {self.max_bytes} bytes this server takes; send fewer records in a request, "
-            "or keep large values in the object store"
-        )
-
-
-async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, lane: Lane) -> bytes:
-    """The unpacked body. Raises TooLarge, TooSlow, WrongMediaType for an unknown packing, ConfigError for a broken
-    one, and ClientDisconnect."""
-    packing = "identity"
-    for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limits.max_bytes:
-            raise limits.refuse()
-        if name == b"content-encoding":
-            packing = value.decode("latin-1").strip().lower()
+async def read_unpacked(scope: Scope, receive: Receive, limits: BodyLimits, lane: Lane) -> bytes:
+    """The unpacked body. Raises as `read_body`, WrongMediaType for an unknown packing, and ConfigError for a broken
+    one."""
+    given = next((value for name, value in scope["headers"] if name == b"content-encoding"), b"identity")
+    packing = given.decode("latin-1").strip().lower()
     if packing not in ("identity", "gzip"):
         raise WrongMediaType(f"content-encoding is {packing!r:.100}; this server reads gzip and identity")
-    data = await _read(receive, limits)
+    data = await read_body(scope, receive, limits)
     if packing == "identity":
         return data
     if len(data) > _GZIP_LOOP_BYTES:
         return await lane.call(unpack_gzip, data, limits)
     return unpack_gzip(data, limits)
-
-
-async def _read(receive: Receive, limits: BodyLimits) -> bytes:
-    chunks: list[bytes] = []
-    num_bytes = 0
-    more = True
-    started = time.monotonic()
-    while more:
-        if time.monotonic() - started > limits.whole_seconds:
-            raise TooSlow(f"the body took more than {limits.whole_seconds:g} s; send fewer records in a request")
-        message = await _next_message(receive, limits)
-        chunks.append(message.get("body", b""))
-        num_bytes += len(chunks[-1])
-        if num_bytes > limits.max_bytes:
-            raise limits.refuse()
-        more = message.get("more_body", False)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-async def _next_message(receive: Receive, limits: BodyLimits) -> Message:
-    try:
-        async with asyncio.timeout(limits.chunk_seconds):
-            message = await receive()
-    except TimeoutError:
-        raise TooSlow(f"no more of the body came for {limits.chunk_seconds:g} s; send it again") from None
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect()
-    return message
 
 
 def unpack_gzip(data: bytes, limits: BodyLimits) -> bytes:

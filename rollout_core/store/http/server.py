@@ -19,10 +19,19 @@ from rollout_core.base.loops import refuse_finalizers
 from rollout_core.store.contract import LightningStore
 from rollout_core.store.forwarding_store import ForwardingLightningStore, LightningStoreThreaded
 from rollout_core.store.http import wire
-from rollout_core.store.http.app import MAX_BODY_BYTES, AppSettings, create_app, serving
+from rollout_core.store.http.app import AppSettings, create_app, serving
 from rollout_core.store.http.client import LightningStoreClient
 from rollout_core.store.types import LightningStoreCapabilities
-from rollout_core.web.listening import DEFAULT_HOST, MainServer, Server, listen, require_key, url_of, uvicorn_config
+from rollout_core.web.listening import (
+    DEFAULT_HOST,
+    MAX_BODY_BYTES,
+    MainServer,
+    Server,
+    listen,
+    require_key,
+    url_of,
+    uvicorn_config,
+)
 
 LaunchMode = Literal["thread", "asyncio", "mp"]
 
