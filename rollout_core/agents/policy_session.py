@@ -49,9 +49,9 @@ from rollout_core.inference.training_samples import Adapted, Failed, file_experi
 from rollout_core.launch import run_update
 from rollout_core.launch.own_loss import with_code
 from rollout_core.models.locating import import_model
-from rollout_core.objects import Checkpoint, Experience, ObjectStore, SnapshotStore
+from rollout_core.objects import Checkpoint, Experience, ObjectStore
 from rollout_core.objects.retention.garbage import UPDATE_REFS
-from rollout_core.objects.retention.unstored import local_model
+from rollout_core.objects.retention.unstored import is_whole, local_model
 from rollout_core.store import (
     EnqueueRolloutRequest,
     LightningStore,
@@ -206,15 +206,10 @@ class PolicyLearner:
             if found is None:
                 return None
             checkpoint = Checkpoint.model_validate(self.objects.get_json(found))
-            is_whole = (
-                self.objects.exists(checkpoint.metrics)
-                and self.objects.tree_is_present(checkpoint.model)
-                and SnapshotStore(self.objects).is_present(checkpoint.train_state)
-            )
+            return checkpoint if is_whole(checkpoint, self.objects, to_load=True) else None
         except RolloutError as error:  # it is made again, with the same outcome
             logger.warning("The noted outcome of an update cannot be read, so it is computed again: %s", error)
             return None
-        return checkpoint if is_whole else None
 
     def _train(self, experience: Experience, iteration: int) -> Checkpoint:
         title = f"{self._name}, update {iteration + 1}"

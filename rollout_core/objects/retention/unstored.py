@@ -144,13 +144,16 @@ def why_not_stored(objects: ObjectStore, model: ContentId) -> str | None:
     )
 
 
-def is_whole(record: Record, objects: ObjectStore) -> bool:
-    """Whether object storage still holds everything ``record`` names, but for what is known not to be stored (sizes are
-    compared, content is not read)."""
+def is_whole(record: Record, objects: ObjectStore, *, to_load: bool = False) -> bool:
+    """Whether object storage still holds everything ``record`` names (sizes are compared, content is not read): but for
+    what is known not to be stored, unless it is ``to_load`` at once."""
+    snapshots = SnapshotStore(objects)
     checks: dict[str, Callable[[ContentId], bool]] = {
         "blob": objects.exists,
-        "tree": lambda tree: objects.tree_is_present(tree) or unstored_model(objects, tree) is not None,
-        "snapshot": SnapshotStore(objects).counts,
+        "tree": lambda tree: (
+            objects.tree_is_present(tree) or (not to_load and unstored_model(objects, tree) is not None)
+        ),
+        "snapshot": snapshots.is_present if to_load else snapshots.counts,
     }
     return all(checks[kind](reference) for kind, reference in record.references())
 
