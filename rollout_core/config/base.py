@@ -454,7 +454,9 @@ def _explain(error: ValidationError, model: type[BaseModel], data: Any) -> Itera
         elif location[-1:] == ["api_key"]:
             line = f"{dotted}: {item['msg']}; expected the NAME of a secret, such as SERVER_KEY"  # it may be the key
         else:
-            line = f"{dotted}: {item['msg'].removeprefix('Value error, ')}; got {_shown(item['input'])}"
+            # Of a whole table, such as one with a key of another algorithm, the message names what is wrong.
+            got = "" if isinstance(item["input"], Mapping) else f"; got {_shown(item['input'])}"
+            line = f"{dotted}: {item['msg'].removeprefix('Value error, ')}{got}"
         if line not in seen:
             seen.add(line)
             yield line

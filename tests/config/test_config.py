@@ -276,6 +276,15 @@ def test_rloo_without_a_kl_loads_no_reference_and_another_baseline_is_refused():
         parse_config({**GRPO, "kind": "gkd", "kl_coef": 0.05, "distillation": {"teacher": {"uri": "t"}}}, GKDSettings)
 
 
+def test_a_key_of_another_kind_of_algorithm_is_named_in_one_line_without_the_table():
+    table = {**GRPO, "base_model": {"uri": "m"}, "kind": "grpo", "distillation": {"teacher": {"uri": "t"}}}
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"algorithm": table}, TrainGRPOConfig)
+    assert str(refused.value) == (
+        'config: algorithm: kind = "grpo" has no use for distillation (of gkd); leave out what it does not know'
+    )
+
+
 FORMER_KEYS = {
     "distillation": None, "beta": 0.1, "loss_type": "grpo", "baseline": "group", "advantage_scaling": "group",
     "reward_normalization": "sum", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_in": "loss",
