@@ -11,16 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import queue
 import secrets
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +20,9 @@ from typing import Any
 from distributed import Client, Future, Worker, get_worker
 from distributed.core import Status
 
-from rollout_core.agents.worker import BAD_AGENT, END_SECONDS, START_SECONDS, WorkOrder
+from rollout_core.agents.runner_processes import Restarts
+from rollout_core.agents.worker import END_SECONDS, WorkOrder, processes_for
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
-from rollout_core.base.processes import exit_reason, search_path
 from rollout_core.base.settings import require_secret
 
 log = logging.getLogger(__name__)
@@ -61,63 +53,32 @@ def run_on_worker(order: WorkOrder, secret: str, run_id: str) -> Outcome:
     """The Dask task: a process of runners from its start to its end. ``order`` comes without a key, which is the secret
     of this NAME in the worker's own environment."""
     worker = get_worker()
+    key, where = worker.get_current_task(), f"on Dask worker {worker.address}"
     try:
         order = replace(order, api_key=require_secret(secret))
+        asyncio.run(_work(order, lambda: run_id not in _ended_runs and _is_wanted(worker, key)))
     except ConfigError as error:
-        return Outcome(refusal=f"Dask worker {worker.address}: {error}")
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rollout_core.agents.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": search_path()},
-        start_new_session=True,  # what agents start ends with it
-    )
-    try:
-        return _watch(process, order, worker, run_id)
-    finally:
-        _end(process)
+        return Outcome(refusal=f"{error} ({where})")
+    except (Fatal, Recoverable) as error:
+        return Outcome(death=f"{error} ({where}, whose log has what it wrote)")
+    return Outcome()
 
 
-def _watch(process: subprocess.Popen[bytes], order: WorkOrder, worker: Worker, run_id: str) -> Outcome:
-    assert process.stdin is not None and process.stdout is not None, "pipes were asked for"
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(order.line())
-        process.stdin.close()
-    # A thread reads, because an agent that hangs at its import must not keep the task from ending.
-    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=lambda out=process.stdout: answers.put(out.readline()), daemon=True).start()
-    key, started, is_ready = worker.get_current_task(), time.monotonic(), False
-    where = f"on Dask worker {worker.address}"
-    while process.poll() is None:
-        if run_id in _ended_runs or not _is_wanted(worker, key):
-            return Outcome()
-        is_ready = is_ready or not answers.empty()
-        if not is_ready and time.monotonic() - started > START_SECONDS:
-            return Outcome(refusal=f"the agent was not loaded within {START_SECONDS:g} s {where}")
-        time.sleep(_POLL_SECONDS)
-    with contextlib.suppress(queue.Empty, ValueError):
-        error = json.loads(answers.get(timeout=1.0)).get("error")
-        if error is not None:
-            return Outcome(refusal=f"{error} ({where})")
-    reason = f"{exit_reason(process.returncode)} {where}, whose log has what it wrote"
-    return Outcome(refusal=reason) if process.returncode == BAD_AGENT else Outcome(death=reason)
+async def _work(order: WorkOrder, is_wanted: Callable[[], bool]) -> None:
+    """Have a process work for as long as it is wanted. Raises what it died of; what it had under way is tried again
+    when its heartbeats are missed."""
+    processes = processes_for(order, [order.number], max_restarts=0)
+    async with processes.running(order.url, end_seconds=END_SECONDS + 2) as work:
+        while is_wanted():
+            await asyncio.wait([work], timeout=_POLL_SECONDS)
+            if work.done():
+                work.result()
 
 
 def _is_wanted(worker: Worker, key: Any) -> bool:
     """Whether worker and task are still the scheduler's. A task that is taken back while it runs is ``cancelled``."""
     task = worker.state.tasks.get(key)
     return worker.status in (Status.running, Status.paused) and task is not None and task.state == "executing"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """By SIGTERM, which lets it store what it has, and then for good."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS + 2)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def end_run(run_id: str) -> None:
@@ -154,13 +115,12 @@ class DaskRunners:
         fail: Callable[[Exception], None],
     ) -> None:
         self._address, self._order, self._secret = address, order, secret
-        self._max_restarts, self._num_ended, self._fail = max_restarts, num_ended, fail
+        self._restarts, self._fail = Restarts(max_restarts, num_ended), fail
         self._run_id = secrets.token_hex(8)
         self._client: Any = None
         self._tasks: dict[str, Future[Outcome]] = {}
         """By address of the worker."""
-        self._num_started = self._num_deaths = 0
-        self._ended_before = -1
+        self._num_started = 0
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> DaskRunners:
@@ -223,7 +183,7 @@ class DaskRunners:
         if task is not None:
             if not task.done():
                 return
-            self._judge(await self._outcome(task))
+            await self._judge(await self._outcome(task))
         order = replace(self._order, number=self._num_started)
         self._num_started += 1
         self._tasks[address] = self._client.submit(
@@ -247,14 +207,10 @@ class DaskRunners:
             )
         return Outcome(death=f"Dask gave it up ({error or task.status})")
 
-    def _judge(self, outcome: Outcome) -> None:
+    async def _judge(self, outcome: Outcome) -> None:
         if outcome.refusal:
             raise ConfigError(outcome.refusal)
         reason = outcome.death or "it ended unasked"
-        # What ended since the last death shows that the agent can work.
-        ended = self._num_ended()
-        self._num_deaths = self._num_deaths + 1 if ended == self._ended_before else 1
-        self._ended_before = ended
-        if self._num_deaths > self._max_restarts:
-            raise Fatal(f"runners died {self._num_deaths} times in a row: {reason}")
+        pause = self._restarts.pause(reason)
         log.warning("A process of runners died (%s); it is replaced", reason)
+        await asyncio.sleep(pause)

@@ -314,9 +314,15 @@ def _leave(threads: Sequence[LoopThread], have_ended: bool) -> None:
 
 
 def _runner_main(
-    runner: RunnerBundle, api_key: str | None, store: LightningStore | None, number: int, url: str
+    runner: RunnerBundle,
+    api_key: str | None,
+    store: LightningStore | None,
+    number: int,
+    url: str,
+    is_ready: Callable[[], None],
 ) -> None:
     """A runner process, from start to end."""
+    is_ready()
     event = threading.Event()
 
     async def run() -> None:

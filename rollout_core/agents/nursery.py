@@ -2,7 +2,8 @@
 
 A fresh interpreter of one thread, which holds the packages that every runner needs and nothing of the program that
 started it: no connection, no lock, no thread. What the runners work with comes over a pipe as bytes, and each of them
-reads it for itself (`rollout_core.agents.handover`).
+reads it for itself (`rollout_core.agents.handover`). It has a session of its own, as each runner has, so that it
+outlives whatever kills the program, and ends the runners with all that agents have started.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rollout_core.agents.handover import CannotBeImported, unpacked
+from rollout_core.agents.handover import unpacked
 from rollout_core.base import process_tree
-from rollout_core.base.errors import in_words
+from rollout_core.base.collector import collect_seldom
+from rollout_core.base.errors import ConfigError, in_words
 
 GIVEN_UP = 75
 """Exit code of a runner that says that to start it again would not help."""
-CANNOT_IMPORT = 97
-"""Exit code of one that cannot import what it works with."""
+MISCONFIGURED = 97
+"""Exit code of one that raised ConfigError, such as for an agent that cannot be imported."""
+READY, ENDED = "ready", "ended"
+"""What is said of a runner: that it can work now; its exit code and its reason."""
 _MOST_WORDS = 4000
-"""Characters that a runner may say at its end. They are read once it has ended, so the pipe must hold them."""
+"""Characters that a runner may say at its end: the pipe must hold them."""
+_LOOK_SECONDS = 0.5
+"""Between looks at what is else known at once, unless a process that was forked holds the other end of a pipe."""
 _fork = multiprocessing.get_context("fork")
 
 
@@ -47,15 +52,58 @@ def receive(connection: Connection) -> Any:
     return json.loads(connection.recv_bytes())
 
 
+class _Runner:
+    """A runner process, and what it has said so far."""
+
+    def __init__(self, work: bytes, number: int, url: str, output: str | None) -> None:
+        self.said, theirs = _fork.Pipe(duplex=False)
+        self.reason = ""
+        """For its end."""
+        arguments = [theirs, work, number, url, output, os.getpid()]
+        self.process = _fork.Process(target=_runner, args=arguments, name=f"rollout-runner-{number}")
+        self.process.start()
+        theirs.close()
+
+    def has_become_ready(self) -> bool:
+        """Whether it has said so since it was last asked."""
+        is_ready = False
+        while not self.said.closed and self.said.poll():
+            try:
+                message = receive(self.said)
+            except EOFError:
+                self.said.close()
+            else:
+                is_ready = is_ready or message == READY
+                self.reason = message if message != READY else ""
+        return is_ready
+
+    def end(self) -> None:
+        """Kill it, unless it has ended, and what its agents have started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()  # it may have no group of its own yet
+        self.process.join()
+        self.said.close()
+
+
 def serve(descriptor: int, parent: int) -> None:
     """Start runners as the process ``parent`` says over the pipe ``descriptor``, until that ends."""
     connection = Connection(descriptor)
-    # A terminal sends these to all; the parent says what is to be done. Blocked, not ignored: so they wait for a runner
-    # that is being forked.
+    # A service manager sends these to all; the parent says what is to be done. Blocked, not ignored: so they wait for a
+    # runner that is being forked.
     signal.pthread_sigmask(signal.SIG_BLOCK, process_tree.STOP_SIGNALS)
-    process_tree.signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    collect_seldom()
+    runners: dict[int, _Runner] = {}
+    try:
+        _serve(connection, parent, runners)
+    except (EOFError, ConnectionError):
+        pass  # the parent has ended
+    finally:
+        for runner in runners.values():
+            runner.end()
+
+
+def _serve(connection: Connection, parent: int, runners: dict[int, _Runner]) -> None:
     begin = receive(connection)
     work = connection.recv_bytes()
     if begin["logging"] is not None:
@@ -63,52 +111,32 @@ def serve(descriptor: int, parent: int) -> None:
     for module in begin["imports"]:
         with contextlib.suppress(ImportError):  # a runner that needs it says so
             importlib.import_module(module)
-    runners: dict[int, tuple[BaseProcess, Connection]] = {}
-    while True:
-        wait([connection, *(process.sentinel for process, _ in runners.values())])
-        for number, (process, said) in list(runners.items()):
-            if not process.is_alive():
-                process.join()
-                send(connection, (number, process.exitcode, _last_words(said)))
-                said.close()
+    while os.getppid() == parent:
+        said = [runner.said for runner in runners.values() if not runner.said.closed]
+        wait([connection, *said, *(runner.process.sentinel for runner in runners.values())], _LOOK_SECONDS)
+        for number, runner in list(runners.items()):
+            has_ended = not runner.process.is_alive()
+            if runner.has_become_ready():
+                send(connection, [READY, number])
+            if has_ended:
+                runner.end()
                 del runners[number]
+                send(connection, [ENDED, number, runner.process.exitcode, runner.reason])
         while connection.poll():
-            try:
-                command, *arguments = receive(connection)
-            except EOFError:
-                command, arguments = "end", []
+            command, *arguments = receive(connection)
             if command == "start":
-                runners[arguments[0]] = _begin(work, *arguments)
+                runners[arguments[0]] = _Runner(work, *arguments)
             elif command == "signal":
-                for process, _ in runners.values():
+                for runner in runners.values():
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid or 0, arguments[0])
+                        os.kill(runner.process.pid or 0, arguments[0])
             else:
-                for process, _ in runners.values():
-                    process.kill()
-                    process.join()
                 return
 
 
-def _last_words(said: Connection) -> str:
-    try:
-        return receive(said) if said.poll() else ""
-    except EOFError:
-        return ""
-
-
-def _begin(work: bytes, number: int, url: str) -> tuple[BaseProcess, Connection]:
-    ours, theirs = _fork.Pipe(duplex=False)
-    process = _fork.Process(
-        target=_runner, args=[theirs, work, number, url, os.getpid()], name=f"rollout-runner-{number}"
-    )
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def _runner(said: Connection, work: bytes, number: int, url: str, parent: int) -> None:
+def _runner(said: Connection, work: bytes, number: int, url: str, output: str | None, parent: int) -> None:
     """Body of a runner process."""
+    os.setsid()
     for signal_number in process_tree.STOP_SIGNALS:
         signal.signal(signal_number, signal.SIG_DFL)  # until it has a handler; it holds no rollout before
     signal.pthread_sigmask(signal.SIG_UNBLOCK, process_tree.STOP_SIGNALS)
@@ -117,12 +145,16 @@ def _runner(said: Connection, work: bytes, number: int, url: str, parent: int) -
         return
     code = 1
     try:
+        if output is not None:
+            with open(output, "ab") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
         main = unpacked(work)
-        main(number, url)
+        main(number, url, lambda: send(said, READY))
         code = 0
-    except CannotBeImported as error:
+    except ConfigError as error:
         send(said, str(error)[:_MOST_WORDS])
-        code = CANNOT_IMPORT
+        code = MISCONFIGURED
     except GivenUp as error:
         send(said, str(error)[:_MOST_WORDS])
         code = GIVEN_UP

@@ -6,32 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import secrets
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.run_queue import RolloutQueue
 from rollout_core.agents.run_supervision import mark_dead_workers
-from rollout_core.agents.worker import (
-    BAD_AGENT,
-    END_SECONDS,
-    HEARTBEAT_SECONDS,
-    START_SECONDS,
-    WorkOrder,
-    run_runners,
-)
-from rollout_core.base.errors import ConfigError, Fatal, Recoverable, in_words
-from rollout_core.base.processes import exit_reason, search_path
+from rollout_core.agents.worker import END_SECONDS, HEARTBEAT_SECONDS, WorkOrder, processes_for, run_runners
+from rollout_core.base.errors import Fatal, Recoverable, in_words
 from rollout_core.config import RunnersConfig
 from rollout_core.store import LightningStore, LightningStoreServer, NamedResources, Rollout
 from rollout_core.store.lifecycle import FINISHED
@@ -39,7 +27,6 @@ from rollout_core.store.lifecycle import FINISHED
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
 _CHUNK = 1_000
 
 
@@ -137,7 +124,7 @@ class Fleet:
                 heartbeat_seconds=self._heartbeat_seconds,
             )
         )
-        work.add_done_callback(self._note_end_of_threads)
+        work.add_done_callback(self._note_end)
 
         async def end() -> None:
             event.set()
@@ -148,7 +135,7 @@ class Fleet:
 
         self._exits.push_async_callback(end)
 
-    def _note_end_of_threads(self, work: asyncio.Future[None]) -> None:
+    def _note_end(self, work: asyncio.Future[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None and not self._is_ending:
             self._fail(error if isinstance(error, Exception) else Fatal(in_words(error)))
 
@@ -157,22 +144,16 @@ class Fleet:
         """Often enough that a worker is not held for dead that misses two."""
         return min(HEARTBEAT_SECONDS, self._runners.worker_timeout_seconds / 3)
 
-    def _order(self, url: str, key: str | None, number: int) -> WorkOrder:
-        return WorkOrder(
-            url,
-            key,
-            self._code.document(),
-            self._runners.concurrency,
-            number,
-            heartbeat_seconds=self._heartbeat_seconds,
-        )
+    def _order(self, url: str, key: str | None) -> WorkOrder:
+        code, concurrency = self._code.document(), self._runners.concurrency
+        return WorkOrder(url, key, code, concurrency, heartbeat_seconds=self._heartbeat_seconds)
 
     async def _start_on_dask(self) -> None:
         from rollout_core.agents.dask_runners import DaskRunners
 
         dask, secret = self._runners.dask, self._runners.api_key
         assert dask is not None and secret is not None, "validated"
-        order = self._order(self.endpoint, None, 0)
+        order = self._order(self.endpoint, None)
         runners = DaskRunners(
             dask.address,
             order,
@@ -184,99 +165,34 @@ class Fleet:
         await self._exits.enter_async_context(runners)
 
     async def _start_processes(self) -> None:
-        ready = [asyncio.get_running_loop().create_future() for _ in range(self._runners.count)]
-        keeping = [asyncio.ensure_future(self._keep(number, future)) for number, future in enumerate(ready)]
-
-        async def end() -> None:
-            for task in keeping:
-                task.cancel()
-            await asyncio.wait(keeping)
-
-        self._exits.push_async_callback(end)
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await asyncio.gather(*ready)
-        except TimeoutError:
-            raise ConfigError(
-                f"agent {self._code.function} was not loaded within {START_SECONDS:g} s; what takes so long at its "
-                "import belongs into the function"
-            ) from None
-
-    async def _keep(self, number: int, ready: asyncio.Future[None]) -> None:
-        """`_keep_alive`, whose own failure is the run's."""
-        try:
-            await self._keep_alive(number, ready)
-        except Exception as error:  # noqa: BLE001 - such as a full disk; a runner must not be missing in silence
-            self._fail(error)
-            if not ready.done():
-                ready.set_exception(error)
-
-    async def _keep_alive(self, number: int, ready: asyncio.Future[None]) -> None:
-        """A worker process, replaced whenever it dies, until this is cancelled."""
-        deaths, ended_before = 0, -1
-        while True:
-            error = await self._live_once(number, ready)
-            if isinstance(error, ConfigError):
-                self._fail(error)
-                if not ready.done():
-                    ready.set_exception(error)
-                return
-            try:
-                await self._queue.adopt_claimed()  # now, and not when its heartbeats are missed
-            except Exception as problem:  # noqa: BLE001 - any store's; then they are missed
-                log.warning("Cannot end what runner process %d had under way: %s", number, in_words(problem))
-            # What it finished since the last death shows that the agent can work.
-            deaths = deaths + 1 if self._num_ended == ended_before else 1
-            ended_before = self._num_ended
-            if deaths > self._runners.max_restarts:
-                failure = Fatal(f"runners of agent {self._code.function} died {deaths} times in a row: {error}")
-                self._fail(failure)
-                if not ready.done():
-                    ready.set_exception(failure)
-                return
-            log.warning("Runner process %d died (%s); it is replaced", number, error)
-            await asyncio.sleep(min(_FIRST_PAUSE * 2**deaths, _LONGEST_PAUSE))
-
-    async def _live_once(self, number: int, ready: asyncio.Future[None]) -> Exception:
-        """One process from start to end, and why it ended."""
-        output = self._log_file(number)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "rollout_core.agents.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=output.fileno() if output is not None else asyncio.subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": search_path()},
-            start_new_session=True,  # Ctrl-C in a terminal is for the command, which ends its runners itself
+        if self._log_folder is not None:
+            self._log_folder.mkdir(parents=True, exist_ok=True)
+        processes = processes_for(
+            self._order(self._server.endpoint, self._key),
+            range(self._runners.count),
+            max_restarts=self._runners.max_restarts,
+            num_ended=lambda: self._num_ended,
+            output=self._log_file,
         )
-        try:
-            assert process.stdin is not None and process.stdout is not None, "pipes were asked for"
-            order = self._order(self._server.endpoint, self._key, number)
-            with contextlib.suppress(ConnectionError):
-                process.stdin.write(order.line())
-                await process.stdin.drain()
-            line = await process.stdout.readline()
-            answer: dict[str, Any] = json.loads(line) if line else {}
-            if "error" in answer:
-                await process.wait()
-                return ConfigError(answer["error"])
-            if "ready" in answer and not ready.done():
-                ready.set_result(None)
-            code = await process.wait()
-            reason = exit_reason(code) + ("" if output is None else f"; what it wrote is in {output.name}")
-            return ConfigError(reason) if code == BAD_AGENT else Fatal(reason)
-        finally:
-            await _end(process)
-            if output is not None:
-                output.close()
+        url, seconds = self._server.endpoint, END_SECONDS + 2
+        running = processes.running(url, end_seconds=seconds, on_death=self._note_death)
+        work = await self._exits.enter_async_context(running)
+        work.add_done_callback(self._note_end)
+        ready = asyncio.ensure_future(processes.all_ready.wait())
+        await asyncio.wait({work, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if work.done():
+            work.result()
 
-    def _log_file(self, number: int) -> Any:
-        if self._log_folder is None:
-            return None
-        self._log_folder.mkdir(parents=True, exist_ok=True)
-        return (self._log_folder / f"runner-{os.getpid()}-{number}.log").open("ab")
+    async def _note_death(self, number: int) -> None:
+        try:
+            await self._queue.adopt_claimed()  # now, and not when its heartbeats are missed
+        except Exception as problem:  # noqa: BLE001 - any store's; then they are missed
+            log.warning("Cannot end what runner process %d had under way: %s", number, in_words(problem))
+
+    def _log_file(self, number: int) -> str:
+        folder = self._log_folder
+        return os.devnull if folder is None else str(folder / f"runner-{os.getpid()}-{number}.log")
 
     # Work
 
@@ -366,17 +282,3 @@ class Fleet:
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(self._changed.set)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a worker process: by SIGTERM, which lets it store what it has, and then for good."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        ended = asyncio.ensure_future(process.wait())
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([ended], timeout=END_SECONDS + 2)
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what agents started
-        await ended

@@ -1,31 +1,28 @@
 """A process of runners: claims tasks of a run from its store over HTTP and has the agent work on them.
 
-Started by a `Fleet` on its own machine (``python -m rollout_core.agents.worker``, whose task is a line of JSON on
-stdin), or by people on others (`rollout agent work`). What the agent prints goes to stderr.
+Started for a `Fleet` on its own machine and on Dask's workers (`processes_for`), or by people on others
+(`rollout agent work`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import signal
-import sys
 import threading
-import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rollout_core.agents import agent_calls as running
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.lit_agent import LitAgent
 from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.run_supervision import ExecutionEvent
 from rollout_core.agents.runner import LitAgentRunner
-from rollout_core.base.collector import collect_seldom
-from rollout_core.base.errors import ConfigError, RolloutError, in_words
+from rollout_core.agents.runner_processes import RunnerProcesses
+from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.processes import ProcessName
 from rollout_core.store import LightningStore, LightningStoreClient
 from rollout_core.store.resources import ClaimedTask
@@ -38,9 +35,6 @@ END_SECONDS = 8.0
 """For what is under way when the process is to end; then it is cancelled, and stored as failed."""
 START_SECONDS = 120.0
 """Longest time that a worker process may take to load the agent."""
-BAD_AGENT = 97
-"""Exit code of a process whose agent cannot be loaded, or is another than the run's."""
-_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -58,10 +52,6 @@ class WorkOrder:
     """How long the store may be away."""
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     """Between signs of life."""
-
-    def line(self) -> bytes:
-        """As it goes to stdin."""
-        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 class OtherAgent(ConfigError):
@@ -87,7 +77,7 @@ class FleetRunner(LitAgentRunner[Any]):
     def worker_name(self) -> str:
         return self._name
 
-    async def _take(self, store: LightningStore, event: ExecutionEvent | None) -> ClaimedTask | None:
+    async def _take(self, store: LightningStore, event: running.ExecutionEvent | None) -> ClaimedTask | None:
         claimed = await super()._take(store, event)
         wanted = None if claimed is None else (claimed.rollout.metadata or {}).get("agent_id", self._agent_id)
         if claimed is None or wanted == self._agent_id:
@@ -160,46 +150,27 @@ async def serve(agent: LitAgent[Any], agent_id: str, order: WorkOrder) -> None:
         await client.close()
 
 
-def main() -> None:
-    """The process that a fleet starts."""
-    order = WorkOrder(**json.loads(sys.stdin.buffer.readline()))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the agent prints, by whatever way
-    os.set_inheritable(answers.fileno(), False)
+def processes_for(order: WorkOrder, numbers: Sequence[int], **options: Any) -> RunnerProcesses:
+    """A process for each of the numbers, which carries out ``order`` under that number; ``options`` as of
+    `RunnerProcesses`. They return only when they are asked to end: one that does so unasked is started again."""
+    return RunnerProcesses(
+        partial(_carry_out, order),
+        numbers,
+        allowed_exit_codes=(),
+        imports=[__name__, *OtelTracer().imports()],
+        start_seconds=START_SECONDS,
+        **options,
+    )
+
+
+def _carry_out(order: WorkOrder, number: int, url: str, is_ready: Callable[[], None]) -> None:
+    """A process of runners, from start to end."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    parent = os.getppid()
-    threading.Thread(target=_end_with_parent, args=[parent], name="rollout-parent", daemon=True).start()
     running.owns_process = True
     code = AgentCode.from_document(order.code)
     try:
         agent = code.load(alone=True)
     except RolloutError as error:
-        _answer(answers, {"error": str(error)})
-        sys.exit(BAD_AGENT)
-    _answer(answers, {"ready": str(ProcessName.of_this_process())})
-    try:
-        asyncio.run(serve(agent, code.id, order))
-    except RolloutError as error:
-        logging.getLogger(__name__).error("The runners of this process end: %s", in_words(error))
-        sys.exit(BAD_AGENT if isinstance(error, OtherAgent) else 1)
-    # Threads of agents that were given up would keep the process.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _answer(answers: Any, document: dict[str, Any]) -> None:
-    answers.write(json.dumps(document) + "\n")
-    answers.flush()
-
-
-def _end_with_parent(parent: int) -> None:
-    """A fleet that was killed takes nothing any more; its server went with it."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # with what agents started
-
-
-if __name__ == "__main__":
-    collect_seldom()
-    main()
+        raise ConfigError(str(error)) from error
+    is_ready()
+    asyncio.run(serve(agent, code.id, replace(order, url=url, number=number)))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
+import time
+from pathlib import Path
 
 from rollout_core.agents import LitAgent, rollout
 
@@ -26,3 +30,21 @@ class Holds(LitAgent):
 
 
 LOCKED = Holds(3.0, threading.Lock())
+
+
+def waits_beside_a_child(number: int, url: str, is_ready) -> None:
+    """A runner that notes itself and a process of its own in the folder ``url``, prints, and works for ever."""
+    child = subprocess.Popen(["sleep", "3600"])
+    (Path(url) / f"{number}-{os.getpid()}").write_text(str(child.pid))
+    os.write(1, b"runner %d works\n" % number)
+    is_ready()
+    time.sleep(3600)
+
+
+def returns_at_once(number: int, url: str, is_ready) -> None:
+    """A runner that is never ready."""
+
+
+def never_ready(number: int, url: str, is_ready) -> None:
+    """A runner whose agent takes for ever to load."""
+    time.sleep(3600)

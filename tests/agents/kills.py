@@ -150,7 +150,11 @@ def campaign(folder: Path, number: int, *, vllm: bool, pause: tuple[float, float
             # vLLM takes longer to start than there is between two kills, so something must have come of its last start.
             is_at_work = len(runs_of(folder)) > settled + 4
             victims = {
-                "runner": processes(flow.pid, "rollout_core.agents.worker"),
+                "runner": [
+                    process
+                    for nursery in processes(flow.pid, "rollout_core.agents.nursery")
+                    for process in processes(nursery.pid, "rollout_core.agents.nursery")
+                ],
                 "engine": processes(flow.pid, "EngineCore") if is_at_work else [],
                 "flow": [psutil.Process(flow.pid)] if is_at_work else [],
             }[what]

@@ -77,7 +77,7 @@ def fleet_of(store: SqlLightningStore, code: AgentCode, runners: RunnersConfig) 
 def runner_processes() -> list[psutil.Process]:
     """Those of this test's clusters."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if "rollout_core.agents.worker" in _command(process)]
+    return [process for process in found if any("rollout_core.agents.nursery" in part for part in _command(process))]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -116,7 +116,7 @@ async def test_the_workers_of_a_cluster_do_the_work_also_when_one_is_killed(stor
         await until(lambda: len({process for *_, process, _ in runs(tmp_path)}) == 2)
         *_, (*_, newest, _) = runs(tmp_path)
         lost = psutil.Process(newest)
-        os.kill(lost.ppid(), signal.SIGKILL)
+        os.kill(psutil.Process(lost.ppid()).ppid(), signal.SIGKILL)  # the Dask worker
         await until(lambda: not lives(lost))
         may_end.touch()
         await asyncio.wait_for(work, LONG)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -44,7 +45,7 @@ from rollout_core.store import (
 )
 from tests.agents.scripted_chat import completion, scripted_chat
 from tests.agents.scripted_upstream import ScriptedUpstream
-from tests.store.patience import FOREVER, LONG, wait_until
+from tests.store.patience import FOREVER, LONG
 from tests.store.ports import own_port
 
 RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
@@ -245,7 +246,8 @@ CS_2 = "ClientServerExecutionStrategy(n_runners=2, server_port=0)"
 
 @contextmanager
 def _started(folder: Path, text: str, strategy: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """The program as a process of a session of its own, once two agents are at work, and its database."""
+    """The program as a process of a session of its own, once two agents are at work, and its database. All processes
+    that it has started are to end inside the block."""
     program, database = folder / "program.py", folder / "store.db"
     program.write_text(text.replace("{strategy}", strategy))
     process = subprocess.Popen(
@@ -259,19 +261,13 @@ def _started(folder: Path, text: str, strategy: str) -> Iterator[tuple[subproces
     try:
         for _ in range(2):
             assert process.stdout.readline() == "started\n", process.communicate(timeout=LONG)
+        below = psutil.Process(process.pid).children(recursive=True)
         yield process, database
+        assert not psutil.wait_procs(below, timeout=LONG)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _has_ended(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 async def _statuses(database: Path) -> list[str]:
@@ -286,7 +282,6 @@ def test_a_stop_signal_ends_all_processes_and_leaves_true_states(tmp_path, numbe
         os.killpg(process.pid, number)  # as a terminal does
         _, errors = process.communicate(timeout=LONG)
         assert process.returncode == (-2 if number == signal.SIGINT else 143), errors
-        wait_until(lambda: _has_ended(process.pid))
     found = asyncio.run(_statuses(database))
     assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
 
@@ -306,7 +301,6 @@ def test_a_notebooks_interruption_ends_the_run_and_leaves_true_states(tmp_path, 
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LONG)
         assert "KeyboardInterrupt" in errors
-        wait_until(lambda: _has_ended(process.pid))
     found = asyncio.run(_statuses(database))
     assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
 

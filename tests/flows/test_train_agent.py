@@ -87,12 +87,14 @@ def statuses(work: Path) -> dict[str, str]:
 
 
 def runner_processes(work: Path) -> list[psutil.Process]:
+    """Runners and the processes that they are forked from, these first."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "rollout_core.agents.worker" in process.cmdline() and Path(process.cwd()) == work:
+            is_ours = any("rollout_core.agents.nursery" in part for part in process.cmdline())
+            if is_ours and Path(process.cwd()) == work:
                 found.append(process)
-    return found
+    return sorted(found, key=lambda process: process.create_time())
 
 
 @pytest.mark.parametrize("where", ["processes", "threads"])
@@ -164,7 +166,7 @@ def test_an_agent_that_is_edited_in_the_middle_is_the_one_that_was_read(
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     (work / "agent.py").write_text(AGENT.replace("FIRST", "SECOND"))
-    for runner in runner_processes(work):
+    for runner in runner_processes(work)[1:]:
         runner.kill()  # its successor must load the agent anew
     assert process.wait(300) == 0, (work / "run.log").read_text()
     assert {version for _, _, version in runs(work)} == {"FIRST"}
