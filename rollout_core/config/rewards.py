@@ -14,13 +14,13 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rollout_core.base.determinism import numerics_identity
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
-from rollout_core.config.described import Described
+from rollout_core.config.verifiers import RewardSettings, Verified
 
 MAX_LENGTH = 2_000
 """Characters of an expression."""
@@ -143,10 +143,6 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-class _Spec(Described):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 def _names_a_function(value: str) -> str:
     source, colon, attribute = value.rpartition(":")
     if not (source and colon and all(part.isidentifier() for part in attribute.split("."))):
@@ -158,7 +154,7 @@ FunctionName = Annotated[str, AfterValidator(_names_a_function)]
 """``module:function`` or ``path/to/file.py:function``."""
 
 
-class ExactMatchReward(_Spec):
+class ExactMatchReward(RewardSettings):
     """1 where the completion is the answer of its row, else 0. Both are compared in Unicode's form NFC."""
 
     kind: Literal["exact_match"] = "exact_match"
@@ -170,8 +166,12 @@ class ExactMatchReward(_Spec):
     ignore_case: bool = False
     """Upper and lower case count as the same."""
 
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return (self.answer_key,)
 
-class FunctionReward(_Spec):
+
+class FunctionReward(RewardSettings):
     """A function of yours: ``def reward(sample: RewardInput) -> float | None``, of a whole list under `batch_reward`,
     or in TRL's form, ``def reward(completions, **kwargs) -> list[float | None]``; async, too. None: it abstains."""
 
@@ -206,7 +206,7 @@ class FunctionReward(_Spec):
         return named | (share if self.max_failed_share != DEFAULT_FAILED_SHARE else {})
 
 
-class ModelReward(_Spec):
+class ModelReward(RewardSettings):
     """The score of a reward model, read at the completion's last token."""
 
     kind: Literal["model"] = "model"
@@ -219,10 +219,10 @@ class ModelReward(_Spec):
         return {"kind": self.kind, "model": self.model, **numerics_identity()}
 
 
-PlainReward = ExactMatchReward | FunctionReward | ModelReward
+PlainReward = ExactMatchReward | FunctionReward | ModelReward | Verified
 
 
-class WeightedReward(_Spec):
+class WeightedReward(RewardSettings):
     """A reward and how much it counts."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -231,7 +231,7 @@ class WeightedReward(_Spec):
     """What is weighted."""
 
 
-class CompositeReward(_Spec):
+class CompositeReward(RewardSettings):
     """The weighted sum of rewards."""
 
     kind: Literal["composite"] = "composite"
@@ -239,7 +239,7 @@ class CompositeReward(_Spec):
     """Rewards with their weights; a sample earns the weighted sum."""
 
 
-class ExpressionReward(_Spec):
+class ExpressionReward(RewardSettings):
     """Arithmetic over named rewards, such as ``clip(quality, -2, 2) - 0.5 * truncated``."""
 
     kind: Literal["expression"] = "expression"
@@ -263,7 +263,7 @@ class ExpressionReward(_Spec):
 SAMPLE_FIGURES = ("num_tokens", "num_characters", "truncated")
 """Names that an expression knows in addition to its rewards."""
 
-RewardSpec = ExactMatchReward | FunctionReward | ModelReward | CompositeReward | ExpressionReward
+RewardSpec = PlainReward | CompositeReward | ExpressionReward
 
 
 def plain_rewards(spec: RewardSpec) -> list[PlainReward]:

@@ -37,7 +37,7 @@ from rollout_core.config import (
 )
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard
-from rollout_core.config.rewards import ExactMatchReward, FunctionReward, ModelReward, RewardSpec, plain_rewards
+from rollout_core.config.rewards import FunctionReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.curriculum import check_keys, in_words
 from rollout_core.data.datasets import PromptRow
@@ -412,12 +412,13 @@ class LearnerPlan(Plan):
             )
 
     def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
-        """Every row has the answer an exact-match reward compares with, and some the keys that a function takes."""
-        for key in {part.answer_key: None for part in plain_rewards(spec) if isinstance(part, ExactMatchReward)}:
+        """Every row has what rewards compare with, and some the keys that a function takes."""
+        kinds = {key: part.kind for part in plain_rewards(spec) for key in part.row_keys}
+        for key, kind in kinds.items():
             missing = [number for number, row in enumerate(rows or (), start=1) if key not in row.extras]
             if missing:
                 self.violations.append(
-                    f"{what}: row {missing[0]} has no {key!r}, which the exact_match reward compares with"
+                    f"{what}: row {missing[0]} has no {key!r}, which the {kind} reward compares with"
                     + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
                 )
         found = {key for row in rows or () for key in row.extras}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +21,10 @@ from rollout_core.config.rewards import (
     RewardSpec,
     plain_rewards,
 )
+from rollout_core.config.verifiers import SqlReward
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.origins import SHOWN_FILES, Source, record_import
+from rollout_core.objects.trees import hash_file
 from rollout_core.rewards.user_code import UserCode, read_code
 
 HELD_SOURCES = 32
@@ -37,13 +39,25 @@ class RewardSource:
     id: ContentId
     codes: Mapping[str, UserCode]
     """Of its functions, by their names."""
+    files: Mapping[str, ContentId] = field(default_factory=dict)
+    """Content ids of the databases that it reads, by their paths."""
 
 
 def read_source(spec: RewardSpec, base: Path | None = None) -> RewardSource:
     """Read each file of a reward's code once. Runs none of it. Raises ConfigError if it cannot be found."""
     functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
     codes = {name: read_code(name, base) for name in dict.fromkeys(functions)}
-    return RewardSource(_source_id(spec, codes), codes)
+    files = _files_of(spec, base)
+    return RewardSource(_source_id(spec, codes, files), codes, files)
+
+
+def _files_of(spec: RewardSpec, base: Path | None) -> dict[str, ContentId]:
+    databases = {part.database: None for part in plain_rewards(spec) if isinstance(part, SqlReward)}
+    return {name: _file_id(name, base) for name in databases}
+
+
+def _file_id(database: str, base: Path | None) -> ContentId:
+    return hash_file((base or Path()) / database).content_id
 
 
 def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
@@ -58,7 +72,7 @@ def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     return source.id
 
 
-def hold_source(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
+def hold_source(spec: RewardSpec, codes: Mapping[str, UserCode], base: Path | None = None) -> ContentId:
     """Have this process run such code for a reward, as it was filed, wherever its files are now; the reward's id.
 
     Raises ConfigError where code of a function is not given.
@@ -66,7 +80,8 @@ def hold_source(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
     functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
     if missing := [name for name in functions if name not in codes]:
         raise ConfigError(f"the code of reward {', '.join(missing)} is not filed; runs of earlier versions did not")
-    source = RewardSource(_source_id(spec, codes), codes)
+    files = _files_of(spec, base)
+    source = RewardSource(_source_id(spec, codes, files), codes, files)
     _hold(source)
     return source.id
 
@@ -126,15 +141,17 @@ def file_code(objects: ObjectStore, content: ContentId, code: UserCode, kind: Li
     return filed
 
 
-def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
+def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode], files: Mapping[str, ContentId]) -> ContentId:
     if isinstance(spec, CompositeReward):
-        parts = [[part.weight, _source_id(part.reward, codes)] for part in spec.parts]
+        parts = [[part.weight, _source_id(part.reward, codes, files)] for part in spec.parts]
         return content_id("reward/1", {"kind": spec.kind, "parts": parts})
     if isinstance(spec, ExpressionReward):
-        rewards = {name: _source_id(reward, codes) for name, reward in spec.rewards.items()}
+        rewards = {name: _source_id(reward, codes, files) for name, reward in spec.rewards.items()}
         return content_id("reward/1", {"kind": spec.kind, "expression": spec.expression, "rewards": rewards})
     if isinstance(spec, ExactMatchReward):
         return content_id("reward/2", spec)  # the meaning's version: 2 compares whole floats and after NFC
+    if isinstance(spec, SqlReward):  # the file's content counts, and not where it lies
+        return content_id("reward/1", {**spec.cache_identity(), "database": files[spec.database]})
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
     function = spec.callable.rpartition(":")[2]

@@ -1,0 +1,209 @@
+"""Rewards that verify an answer: by mathematics, a pattern, a JSON Schema, a database, or the instructions of a prompt.
+
+Each takes part of the completion as the answer (`Extraction`) and holds it against keys of the prompt's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from rollout_core.config.described import Described
+
+
+def _compiles(pattern: str) -> str:
+    import regex
+
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
+"""A regular expression, as the package ``regex`` reads it."""
+
+
+class RewardSettings(Described):
+    """What the descriptions of all rewards share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        """Keys that every prompt's row has to have."""
+        return ()
+
+
+class Extraction(RewardSettings):
+    """Which part of a completion is the answer. A completion without such a part has no answer and earns 0."""
+
+    take: Literal["all", "boxed", "after", "between", "code", "pattern"] = "all"
+    """The whole completion; what stands in LaTeX's ``\\boxed{}``, between its matching braces; the rest of the line
+    after ``marker``; what stands between ``start`` and ``end``; the contents of a fenced block of code; group 1 of
+    ``pattern``, or all that it matches."""
+    marker: str | None = Field(default=None, min_length=1)
+    """Such as ``####``, as GSM8K has it."""
+    start: str | None = Field(default=None, min_length=1)
+    """Such as ``<answer>``."""
+    end: str | None = Field(default=None, min_length=1)
+    """Such as ``</answer>``."""
+    pattern: Pattern | None = None
+    """A regular expression, in which ``.`` matches line ends, too."""
+    language: str | None = Field(default=None, min_length=1)
+    """Of ``code``: take blocks that name this language, or none."""
+    which: Literal["last", "first"] = "last"
+    """Which of several."""
+
+    _KEYS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "after": ("marker",),
+        "between": ("start", "end"),
+        "pattern": ("pattern",),
+    }
+
+    @model_validator(mode="after")
+    def _has_what_it_takes(self) -> Extraction:
+        needed = self._KEYS.get(self.take, ())
+        allowed = (*needed, *(("language",) if self.take == "code" else ()))
+        for name in ("marker", "start", "end", "pattern", "language"):
+            given = getattr(self, name) is not None
+            if name in needed and not given:
+                raise ValueError(f'take = "{self.take}" needs {name}')
+            if given and name not in allowed:
+                raise ValueError(f'take = "{self.take}" has no use for {name}; leave it out')
+        return self
+
+
+class VerifiedReward(RewardSettings):
+    """What rewards share that verify an answer in a process of their own."""
+
+    timeout_seconds: float = Field(default=10.0, gt=0, le=3600, allow_inf_nan=False)
+    """Longest time for one answer. One that takes longer, or ends the process that verifies it, earns 0 and is
+    counted in the log; the other answers are verified in a new process."""
+    memory_mb: int = Field(default=2048, ge=128)
+    """Memory of a process that verifies answers, in MiB."""
+
+    def cache_identity(self) -> Any:
+        """Without the memory, which decides no score that comes about."""
+        return {name: value for name, value in self.model_dump(mode="json").items() if name != "memory_mb"}
+
+
+class MathReward(VerifiedReward):
+    """1 where the answer is mathematically the row's, else 0: numbers, fractions, sets, intervals, equations and units
+    in LaTeX or plain text, compared by Math-Verify (``pip install 'rollout-post-training[verify]'``)."""
+
+    kind: Literal["math"] = "math"
+    answer_key: str = Field(default="answer", min_length=1)
+    """Key of the prompt's row that holds the answer: a number, or text in LaTeX or plain. A list: any of them."""
+    extract: Extraction | None = None
+    """Where the answer stands. Default: the last boxed expression, else the last expression in LaTeX, else the last
+    number."""
+    decimals: int = Field(default=6, ge=0, le=15)
+    """Decimal places to which numbers are compared."""
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return (self.answer_key,)
+
+
+class RegexReward(VerifiedReward):
+    """1 where the answer matches a regular expression, else 0; or where what it finds is the row's answer."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: Pattern
+    """A regular expression, as the package ``regex`` reads it."""
+    match: Literal["search", "full"] = "search"
+    """Whether it may match any part, or has to match the whole of it."""
+    answer_key: str | None = Field(default=None, min_length=1)
+    """Key of the prompt's row that group 1 of the last match has to be equal to, without white space around it.
+    Default: that it matches is enough."""
+    ignore_case: bool = False
+    """Upper and lower case count as the same."""
+    extract: Extraction = Extraction()
+    """Where the answer stands."""
+
+    @model_validator(mode="after")
+    def _has_a_group(self) -> RegexReward:
+        import regex
+
+        if self.answer_key is not None and not regex.compile(self.pattern).groups:
+            raise ValueError("answer_key is compared with group 1 of the pattern, which has no group")
+        return self
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return () if self.answer_key is None else (self.answer_key,)
+
+
+class SchemaReward(VerifiedReward):
+    """1 where the answer is JSON of a JSON Schema, else 0."""
+
+    kind: Literal["schema"] = "schema"
+    json_schema: dict[str, Any] | None = None
+    """The schema. Default: each row has its own."""
+    schema_key: str = Field(default="schema", min_length=1)
+    """Key of the prompt's row that holds its schema, an object or its JSON text, where ``json_schema`` is left out."""
+    share: bool = False
+    """Give JSON that the schema does not fit the share of its properties that do fit theirs, halved; so JSON earns
+    something and a wrong field costs less than all."""
+    extract: Extraction | None = None
+    """Where the JSON stands. Default: the last fenced block where there is one, else the whole completion."""
+
+    @model_validator(mode="after")
+    def _is_a_schema(self) -> SchemaReward:
+        if self.json_schema is not None:
+            from jsonschema import Draft202012Validator, SchemaError
+
+            try:
+                Draft202012Validator.check_schema(self.json_schema)
+            except SchemaError as error:
+                raise ValueError(f"json_schema is no JSON Schema: {error.message}") from None
+        return self
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return () if self.json_schema is not None else (self.schema_key,)
+
+
+class SqlReward(VerifiedReward):
+    """1 where the answer is a query that gives the rows of the row's own query on an SQLite file, else 0. The file is
+    opened read-only, and its content is part of the scores' id."""
+
+    kind: Literal["sql"] = "sql"
+    database: str = Field(min_length=1)
+    """An SQLite file, relative to the working folder."""
+    answer_key: str = Field(default="query", min_length=1)
+    """Key of the prompt's row that holds the query whose rows are right; or a list of rows, each a list of values."""
+    ordered: bool | None = None
+    """Whether the order of rows counts. Default: where the row's query ends in ORDER BY at its top level."""
+    extract: Extraction | None = None
+    """Where the query stands. Default: the last fenced block where there is one, else the whole completion."""
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return (self.answer_key,)
+
+
+class InstructionsReward(VerifiedReward):
+    """Whether a completion follows the instructions that its row names, by the checks of IFEval (arXiv:2311.07911)."""
+
+    kind: Literal["instructions"] = "instructions"
+    ids_key: str = Field(default="instruction_id_list", min_length=1)
+    """Key of the prompt's row with the list of instructions, such as ``length_constraints:number_words``."""
+    kwargs_key: str = Field(default="kwargs", min_length=1)
+    """Key of the prompt's row with the arguments of each of them, in the same order."""
+    value: Literal["all", "share"] = "all"
+    """1 where all are followed; or the share of those that are."""
+    loose: bool = False
+    """Count an instruction as followed where it is without the first line, the last line, or asterisks, too."""
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return (self.ids_key, self.kwargs_key)
+
+
+Verified = MathReward | RegexReward | SchemaReward | SqlReward | InstructionsReward
+"""The rewards that verify."""

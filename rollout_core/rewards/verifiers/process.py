@@ -1,0 +1,194 @@
+"""Verifying answers in child processes: an answer that makes its verifier hang, crash or take all memory costs its own
+sample, and no other.
+
+Other people's libraries (SymPy, parsers of LaTeX, regular expressions, SQLite) are called on text that a model wrote.
+What they can be made to do with it is bounded from outside, by time and memory, and not by alarms, which code in C does
+not hear.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
+from rollout_core.base.ids import ContentId
+from rollout_core.base.isolation.child import Child, Ended, Interrupted
+from rollout_core.base.processes import Limits
+from rollout_core.config.verifiers import (
+    InstructionsReward,
+    MathReward,
+    RegexReward,
+    SchemaReward,
+    SqlReward,
+    Verified,
+)
+from rollout_core.objects.trees import hash_file
+from rollout_core.rewards.scoring import RewardInput, places
+
+CHUNK = 32
+"""Answers of one request: what has to be verified again after one of them ended the process."""
+MAX_PROCESSES = 4
+_SPECS: TypeAdapter[Verified] = TypeAdapter(Verified)
+
+Verifier = Callable[[str, dict[str, Any]], float]
+"""From a completion, and the other keys of its prompt's row, to its reward."""
+
+
+class VerifierProcesses:
+    """A reward that verifies answers, in as many processes as there are processors, up to `MAX_PROCESSES`.
+
+    Raises ConfigError where it cannot be loaded, such as for a package that is not installed.
+    """
+
+    def __init__(
+        self, spec: Verified, base: Path, files: Mapping[str, ContentId], on_line: Callable[[str], None]
+    ) -> None:
+        """``files``: what the files under ``base`` that it reads hold, by their paths there."""
+        self._spec = spec
+        self._base = base
+        self._files = files
+        self._on_line = on_line
+        limits = Limits(seconds=spec.timeout_seconds, memory_bytes=spec.memory_mb * 2**20, processes=4)
+        self._children = [
+            Child("rollout_core.rewards.verifiers.process:handle", limits, on_line=on_line, prepare=self._load)
+            for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
+        ]
+        self._children[0].start()
+
+    def _load(self, ask: Callable[[Any], Any]) -> None:
+        try:
+            ask({"spec": self._spec.model_dump(mode="json"), "base": str(self._base)})
+        except Ended as error:
+            raise ConfigError(f"reward {self._spec.kind} cannot be loaded: it {error}") from error
+        except Interrupted as error:
+            raise Recoverable(f"reward {self._spec.kind} was not loaded: its process {error.reason}") from error
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float | Fatal]:
+        """The reward of each input, or what is wrong with its row. Raises Fatal where a file was changed, Recoverable
+        where the machine is to blame."""
+        self._check_files()
+        rows = [[sample.completion, dict(sample.extras)] for sample in inputs]
+        chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+        free: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        for child in self._children[: len(chunks)]:
+            free.put(child)
+        ended: list[str] = []
+
+        def verified(chunk: list[Any]) -> list[float | str]:
+            child = free.get()
+            try:
+                return self._verify(child, chunk, ended)
+            finally:
+                free.put(child)
+
+        with ThreadPoolExecutor(max(1, min(len(chunks), len(self._children)))) as threads:
+            values = [value for part in threads.map(verified, chunks) for value in part]
+        self._check_files()
+        if ended:
+            self._on_line(
+                f"{len(ended)} of {len(rows)} answers could not be verified and earn 0; the last one {ended[-1]}"
+            )
+        return [
+            Fatal(f"reward {self._spec.kind} failed on {place}: {value}") if isinstance(value, str) else value
+            for place, value in zip(places(inputs), values, strict=True)
+        ]
+
+    def _check_files(self) -> None:
+        for name, wanted in self._files.items():
+            if hash_file(self._base / name).content_id != wanted:
+                raise Fatal(
+                    f"reward {self._spec.kind}: {name} was changed since the run began, so that no score was kept; "
+                    "start the run again to score with it as it is now"
+                )
+
+    def _verify(self, child: Child, rows: list[Any], ended: list[str]) -> list[float | str]:
+        if not rows:
+            return []
+        try:
+            return child.call({"rows": rows})
+        except Ended as error:
+            place = error.place
+            if place is None or not 0 <= place < len(rows):
+                raise Fatal(f"reward {self._spec.kind} does not run: it {error}") from error
+            ended.append(str(error))
+            before, after = (self._verify(child, part, ended) for part in (rows[:place], rows[place + 1 :]))
+            return [*before, 0.0, *after]
+        except Interrupted as error:
+            raise Recoverable(f"reward {self._spec.kind} was interrupted: its process {error.reason}") from error
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in self._children:
+            child.close()
+
+
+def verifier_of(spec: Verified, base: Path) -> Verifier:
+    """The function that ``spec`` describes. Raises ConfigError naming the package that is not installed."""
+    try:
+        return _verifier_of(spec, base)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reward {spec.kind} needs the package {error.name}; install it with: pip install "
+            "'rollout-post-training[verify]'"
+        ) from None
+
+
+# Each imports what it alone needs, such as SymPy.
+def _verifier_of(spec: Verified, base: Path) -> Verifier:
+    match spec:
+        case MathReward():
+            from rollout_core.rewards.verifiers.mathematics import math_reward
+
+            return lambda completion, extras: math_reward(spec, completion, extras)
+        case RegexReward():
+            from rollout_core.rewards.verifiers.patterns import regex_reward
+
+            return lambda completion, extras: regex_reward(spec, completion, extras)
+        case SchemaReward():
+            from rollout_core.rewards.verifiers.schema import schema_reward
+
+            return lambda completion, extras: schema_reward(spec, completion, extras)
+        case SqlReward():
+            from rollout_core.rewards.verifiers.sql import sql_reward
+
+            return lambda completion, extras: sql_reward(spec, base / spec.database, completion, extras)
+        case InstructionsReward():
+            from rollout_core.rewards.verifiers.instructions import instructions_reward
+
+            return lambda completion, extras: instructions_reward(spec, completion, extras)
+
+
+_loaded: tuple[Verifier, Sequence[str]] | None = None
+
+
+def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
+    """Load what the first request describes; verify the rows of any other one: a number each, or what is wrong with the
+    row."""
+    global _loaded
+    if "spec" in request:
+        spec = _SPECS.validate_python(request["spec"])
+        _loaded = verifier_of(spec, Path(request["base"])), spec.row_keys
+        return None
+    assert _loaded is not None, "the caller loads it first"
+    return list(_verified(*_loaded, request["rows"], report))
+
+
+def _verified(
+    verify: Verifier, needed: Sequence[str], rows: Iterable[list[Any]], report: Callable[[int], None]
+) -> Iterator[float | str]:
+    for index, (completion, extras) in enumerate(rows):
+        report(index)
+        if missing := [key for key in needed if key not in extras]:
+            yield f"the prompt's row has no {missing[0]!r}; {near(missing[0], extras)}"
+            continue
+        try:
+            yield verify(completion, extras)
+        except ConfigError as error:
+            yield str(error)
