@@ -12,6 +12,7 @@ import os
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,7 @@ from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
 from rollout_core.base.ids import ContentId
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.processes import Limits
-from rollout_core.config.verifiers import (
-    InstructionsReward,
-    MathReward,
-    RegexReward,
-    SchemaReward,
-    SqlReward,
-    Verified,
-)
+from rollout_core.config.verifiers import SqlReward, Verified
 from rollout_core.objects.trees import hash_file
 from rollout_core.rewards.scoring import RewardInput, places
 
@@ -129,40 +123,29 @@ class VerifierProcesses:
             child.close()
 
 
+VERIFIERS = {
+    "math": "mathematics:math_reward",
+    "regex": "patterns:regex_reward",
+    "schema": "schema:schema_reward",
+    "sql": "sql:sql_reward",
+    "instructions": "instructions:instructions_reward",
+}
+"""By kind, the function that verifies, in a module that imports what it alone needs."""
+
+
 def verifier_of(spec: Verified, base: Path) -> Verifier:
     """The function that ``spec`` describes. Raises ConfigError naming the package that is not installed."""
+    module, _, name = VERIFIERS[spec.kind].partition(":")
     try:
-        return _verifier_of(spec, base)
+        function = getattr(import_module(f"{__package__}.{module}"), name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"reward {spec.kind} needs the package {error.name}; install it with: pip install "
             "'rollout-post-training[verify]'"
         ) from None
-
-
-# Each imports what it alone needs, such as SymPy.
-def _verifier_of(spec: Verified, base: Path) -> Verifier:
-    match spec:
-        case MathReward():
-            from rollout_core.rewards.verifiers.mathematics import math_reward
-
-            return lambda completion, extras: math_reward(spec, completion, extras)
-        case RegexReward():
-            from rollout_core.rewards.verifiers.patterns import regex_reward
-
-            return lambda completion, extras: regex_reward(spec, completion, extras)
-        case SchemaReward():
-            from rollout_core.rewards.verifiers.schema import schema_reward
-
-            return lambda completion, extras: schema_reward(spec, completion, extras)
-        case SqlReward():
-            from rollout_core.rewards.verifiers.sql import sql_reward
-
-            return lambda completion, extras: sql_reward(spec, base / spec.database, completion, extras)
-        case InstructionsReward():
-            from rollout_core.rewards.verifiers.instructions import instructions_reward
-
-            return lambda completion, extras: instructions_reward(spec, completion, extras)
+    if isinstance(spec, SqlReward):
+        spec = spec.model_copy(update={"database": str(base / spec.database)})
+    return lambda completion, extras: function(spec, completion, extras)
 
 
 _loaded: tuple[Verifier, Sequence[str]] | None = None

@@ -35,14 +35,14 @@ def _no_number(constant: str) -> NoReturn:
 
 
 def _validator(spec: SchemaReward, extras: Mapping[str, Any]) -> Validator:
-    schema = spec.json_schema
+    schema: Any = spec.json_schema
     if schema is None:
         given = extras[spec.schema_key]
         try:
             schema = json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
             raise ConfigError(f"the row's {spec.schema_key!r} is no JSON: {error}") from None
-        if not isinstance(schema, dict | bool):
+        if not isinstance(schema, dict):
             raise ConfigError(f"the row's {spec.schema_key!r} is {shown(schema)}; expected a JSON Schema")
     kind = validator_for(schema, default=Draft202012Validator)
     try:

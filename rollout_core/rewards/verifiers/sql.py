@@ -26,10 +26,10 @@ class _TooMany(Exception):
     """A query that gives more rows than any row's."""
 
 
-def sql_reward(spec: SqlReward, database: Path, completion: str, extras: Mapping[str, Any]) -> float:
+def sql_reward(spec: SqlReward, completion: str, extras: Mapping[str, Any]) -> float:
     """1 where the answer's query gives the same rows, else 0, also where it is no query. Raises ConfigError where the
     row's own cannot be run."""
-    with _opened(database) as connection:
+    with _opened(Path(spec.database)) as connection:
         wanted, ordered = _wanted(spec, connection, extras[spec.answer_key])
         query = code_or_all(completion, spec.extract, "sql")
         try:
@@ -45,7 +45,7 @@ def sql_reward(spec: SqlReward, database: Path, completion: str, extras: Mapping
 def _opened(database: Path) -> Iterator[sqlite3.Connection]:
     """The file, from which queries may read and nothing else: no other file, no pragma, no extension."""
     try:
-        # immutable: no lock and no journal are made beside the file.
+        # immutable: neither a lock nor a journal is made in its folder.
         connection = sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     except sqlite3.Error as error:
         raise ConfigError(f"database {database} cannot be opened: {error}") from None
