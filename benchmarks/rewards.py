@@ -4,6 +4,10 @@ Two sizes: those of the PPO example, whose iteration is run here (with its model
 and those of a model of practice, with 768 tokens a sample. What the process costs is its start, once a run, and each
 scoring's way there and back.
 
+Of a sandbox: what a trivial program takes from the call to its outcome, one at a time, and programs a second with as
+many at a time as there are processors, warm; a program's source in Python, the same as a command that starts an
+interpreter, and unit tests against a function.
+
 Run: python benchmarks/rewards.py [--quick]
 """
 
@@ -11,6 +15,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +69,35 @@ def measure_scoring(figures: Figures, folder: Path, *, rounds: int) -> float:
     return more[0] + statistics.median(starts) / ITERATIONS
 
 
+def measure_sandbox(figures: Figures, *, rounds: int) -> None:
+    """Rows of what programs that models write cost, of each sandbox that this machine has."""
+    from rollout_core.rewards.verifiers.code import grade_tests
+    from rollout_core.sandbox import Program, Sandbox
+
+    programs = {"source": Program(source="pass"), "command": Program(argv=["python3", "-I", "-S", "-c", "pass"])}
+    for kind in ("namespaces", "bubblewrap"):
+        with Sandbox(kind=kind) as sandbox:
+            walls = sandbox.walls()
+            if not walls.stand:
+                figures.add(f"sandbox {kind}", "-", "; ".join(walls.missing()))
+                continue
+            for name, program in programs.items():
+                sandbox.run_many([program] * 10)
+                taken = [_seconds(lambda program=program: sandbox.run(program)) for _ in range(20 * rounds)]
+                figures.add(f"{kind}, one {name}", f"{statistics.median(taken) * 1e3:.1f} ms", rounds=len(taken))
+                rates = [100 / _seconds(lambda program=program: sandbox.run_many([program] * 100)) for _ in range(rounds)]
+                figures.add(f"{kind}, {name}s a second", f"{statistics.median(rates):.0f}", rounds=rounds)
+            code, tests = "def add(a, b): return a + b", ["assert add(1, 2) == 3"]
+            taken = [_seconds(lambda: grade_tests(sandbox, code, tests)) for _ in range(20 * rounds)]
+            figures.add(f"{kind}, unit tests", f"{statistics.median(taken) * 1e3:.1f} ms", rounds=len(taken))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 def measure_iteration(figures: Figures, folder: Path, more: float) -> None:
     """The row of a PPO iteration of the example, and the share of it."""
     from examples.make_tiny import make_model, make_problems
@@ -101,6 +135,7 @@ def main() -> None:
     quick = quick_asked(__doc__)
     with own_place() as folder:
         figures = Figures("rewards")
+        measure_sandbox(figures, rounds=2 if quick else 10)
         more = measure_scoring(figures, folder, rounds=3 if quick else 15)
         with own_server(folder):
             measure_iteration(figures, folder, more)

@@ -53,6 +53,7 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.own_packages import ROOT
 from rollout_core.base.processes import gibibytes
 from rollout_core.base.settings import locations
+from rollout_core.sandbox import Sandbox
 
 CLOCK_SECONDS = 5.0
 """What this machine's clock and the server's may differ."""
@@ -178,6 +179,19 @@ def _server_version(server: Server) -> Check:
 def _disks(_: Status) -> Iterator[Check]:
     yield _disk("cache", locations().cache)
     yield _disk("Prefect home", PREFECT_HOME.value())
+
+
+def _sandbox(_: Status) -> Iterator[Check]:
+    with Sandbox() as sandbox:
+        walls = sandbox.walls()
+    standing = ", ".join(wall.name for wall in walls.walls if wall.stands)
+    yield check(
+        "sandbox",
+        None if walls.stand else Level.WARN,
+        f"{walls.kind}: {standing}" if walls.stand else "; ".join(walls.missing()),
+        "walls for programs that models write",
+        "rewards that run code refuse to here; see docs/sandbox.md, or name a sandbox service",
+    )
 
 
 def _storage(status: Status) -> Iterator[Check]:
@@ -366,6 +380,7 @@ class Group:
 GROUPS = {
     "versions": Group("machine", _versions),
     "disks": Group("machine", _disks),
+    "sandbox": Group("machine", _sandbox),
     "server": Group("server", _server),
     "access": Group("server", _access, needs_server=True),
     "pools": Group(

@@ -331,7 +331,8 @@ def _openapi() -> Iterator[str]:
         yield from (f"{name} may be {value}" for value in sorted(_literals(schema, definitions)))
 
 
-_NOT_SERVED = ("/proc", "/sys", "/dev", "/usr", "/etc", "/tmp", "/run", "/var", "/bin")
+_NOT_SERVED = ("/proc", "/sys", "/dev", "/usr", "/etc", "/tmp", "/run", "/var", "/bin", "/lib", "/sbin")
+_NOT_SERVED += ("/boot", "/box", "/empty", "/home", "/media", "/mnt", "/opt", "/srv")
 
 
 def _paths() -> Iterator[str]:

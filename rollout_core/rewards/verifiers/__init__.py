@@ -1,0 +1,1 @@
+"""Rewards that are checked and not judged."""

@@ -1,0 +1,227 @@
+"""Programs that a model has written, held against cases of input and output or against unit tests, in a sandbox.
+
+What is expected is never where the program is. Of cases of input and output, the program gets the input, and its output
+is compared here. Unit tests run in a second sandbox: they call the program over a socket and compare
+values that are theirs (`code_peer`). So a program that exits early, prints a success, replaces ``assert``, traces
+frames or looks for the tests changes nothing but its own answers.
+
+A score says what the tests say. Weak tests are passed by wrong programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.sandbox import Limits, Outcome, Program, Sandbox
+
+Compare = Literal["exact", "lines", "tokens", "numbers"]
+
+OUTPUT_SLACK = 2**16
+"""Bytes that a program may write beyond twice what is expected."""
+RELATIVE = 1e-6
+"""Of ``numbers``: how far two may be apart."""
+MOST_REASON = 200
+TESTS_LIMITS = {"memory_bytes": 512 * 2**20, "output_bytes": 16 * 2**20}
+"""Of the tests' own side, at least."""
+_PEER = "rollout_core/rewards/verifiers/code_peer.py"
+"""As both programs import it."""
+MOST_STARTS = 4
+"""Times that a program is started anew for the tests after the one that it did not survive."""
+
+
+@dataclass(frozen=True)
+class IoCase:
+    """What a program reads, and what it is to write."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class CodeGrade:
+    """How a program fared, case by case."""
+
+    passed: tuple[bool, ...]
+    reasons: tuple[str, ...]
+    """Why not, for each case; empty where it passed."""
+
+    @property
+    def share(self) -> float:
+        """Of the cases that passed."""
+        return sum(self.passed) / len(self.passed)
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether every case did."""
+        return all(self.passed)
+
+
+def grade_output(
+    sandbox: Sandbox,
+    source: str,
+    cases: Sequence[IoCase],
+    *,
+    language: str = "python",
+    limits: Limits | None = None,
+    compare: Compare = "lines",
+    stop_at_failure: bool = False,
+) -> CodeGrade:
+    """Run a program on each input, and compare what it writes.
+
+    ``compare``: ``exact``; ``lines``, without spaces at the ends of lines and empty lines at the end; ``tokens``, by
+    words alone; ``numbers``, by words, of which numbers may differ by a millionth. ``stop_at_failure``: cases after one
+    that fails fail, too, without being run, for all-or-nothing. Raises as `Sandbox.run`, and never for what the program
+    does.
+    """
+    if not cases:
+        raise ConfigError("a program is to be graded without cases; expected at least one")
+    same, given = _COMPARE[compare], limits or Limits()
+
+    def reason(case: IoCase) -> str:
+        expected = case.stdout.encode("utf-8", "surrogatepass")
+        bounded = min(given.output_bytes, 2 * len(expected) + OUTPUT_SLACK)
+        program = Program(
+            source=source,
+            language=language,
+            stdin=case.stdin.encode("utf-8", "surrogatepass"),
+            limits=replace(given, output_bytes=bounded),
+        )
+        return _output_reason(sandbox.run(program), case.stdout, same)
+
+    if stop_at_failure:
+        reasons: list[str] = []
+        for case in cases:
+            reasons.append(reason(case))
+            if reasons[-1]:
+                break
+        reasons += ["not run: a case before it failed"] * (len(cases) - len(reasons))
+    elif len(cases) == 1:
+        reasons = [reason(cases[0])]
+    else:
+        with ThreadPoolExecutor(min(len(cases), sandbox.parallel), thread_name_prefix="rollout-code") as pool:
+            reasons = list(pool.map(reason, cases))
+    return CodeGrade(tuple(not text for text in reasons), tuple(reasons))
+
+
+def _output_reason(outcome: Outcome, expected: str, same: Callable[[str, str], bool]) -> str:
+    if not outcome.ok:
+        said = outcome.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return f"it {outcome.reason}{f': {said[0]}' if said else ''}"[:MOST_REASON]
+    written = outcome.stdout.decode("utf-8", "replace")
+    if same(written, expected):
+        return ""
+    return f"it wrote {written[:60]!r}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _numbers(written: str, expected: str) -> bool:
+    ours, theirs = written.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
+def _close(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    try:
+        one, other = float(word), float(expected)
+    except ValueError:
+        return False
+    return abs(one - other) <= RELATIVE * max(1.0, abs(other))
+
+
+_COMPARE: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda written, expected: written == expected,
+    "lines": lambda written, expected: _lines(written) == _lines(expected),
+    "tokens": lambda written, expected: written.split() == expected.split(),
+    "numbers": _numbers,
+}
+
+
+def grade_tests(
+    sandbox: Sandbox,
+    source: str,
+    tests: Sequence[str],
+    *,
+    entry_point: str | None = None,
+    limits: Limits | None = None,
+    stop_at_failure: bool = False,
+) -> CodeGrade:
+    """Run unit tests against a program in Python.
+
+    Each text of ``tests`` is one case: some asserts; or as many as it has functions ``test_*`` and test classes'
+    methods; or its function ``check(candidate)``, called with ``entry_point``. They have the program's names, also by
+    ``from solution import ...``. Raises as `Sandbox.run_linked`, and never for what the program does.
+    """
+    if not tests:
+        raise ConfigError("a program is to be graded without tests; expected at least one")
+    given = limits or Limits()
+    results: dict[int, list[str]] = {}
+    counts: dict[int, int] = {}
+    first, reason = 0, ""
+    for _ in range(MOST_STARTS):
+        reason = _run_tests(sandbox, source, tests, entry_point, given, first, results, counts)
+        first = max(results, default=first - 1) + 1
+        if not reason or first >= len(tests) or (stop_at_failure and any(map(any, results.values()))) or not results:
+            break
+    for number in range(len(tests)):
+        there = results.setdefault(number, [])
+        there += [reason or "not run"] * (max(1, counts.get(number, 1)) - len(there))
+    reasons = [text for number in range(len(tests)) for text in results[number]]
+    return CodeGrade(tuple(not text for text in reasons), tuple(reasons))
+
+
+def _run_tests(
+    sandbox: Sandbox,
+    source: str,
+    tests: Sequence[str],
+    entry_point: str | None,
+    limits: Limits,
+    first: int,
+    results: dict[int, list[str]],
+    counts: dict[int, int],
+) -> str:
+    """Run those from ``first`` on, and enter what came of them; the reason where they did not come to their end."""
+    peer = _program("code_peer").encode()
+    given = json.dumps([list(tests), entry_point, first]).encode()
+    more = {name: max(least, getattr(limits, name)) for name, least in TESTS_LIMITS.items()}
+    judge = Program(
+        source=_program("code_tests"), files={_PEER: peer, "tests.json": given}, limits=replace(limits, **more)
+    )
+    candidate = Program(
+        source=_program("code_candidate"),
+        files={_PEER: peer, "solution.py": source.encode("utf-8", "surrogatepass")},
+        limits=limits,
+    )
+    said, of_program = sandbox.run_linked(judge, candidate)
+    reason = f"the tests did not come to their end: they {said.reason}"
+    for line in said.stdout.splitlines():
+        try:
+            message = json.loads(line)
+        except ValueError:
+            break  # its last, in the midst of which it was ended
+        if message.get("done"):
+            return ""
+        if "failed" in message:
+            return f"the program does not load: {message['failed']}"[:MOST_REASON]
+        number = message["text"]
+        if "cases" in message:
+            counts[number] = message["cases"]
+            results[number] = []
+        else:
+            results[number].append("" if message["passed"] else message["reason"][:MOST_REASON])
+    if of_program.ended not in ("exit", "stopped"):
+        reason = f"it {of_program.reason}"
+    return reason
+
+
+def _program(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")

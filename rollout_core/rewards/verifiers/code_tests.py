@@ -1,0 +1,134 @@
+"""The tests' side of unit tests: it runs them against a program that lives elsewhere, and says which have passed.
+
+Each line that it writes is one of JSON: how many cases a text of tests has, and then, case by case, whether it passed.
+"""
+
+import builtins
+import importlib
+import json
+import os
+import sys
+import types
+import unittest
+from typing import IO, TypeGuard
+
+from rollout_core.rewards.verifiers.code_peer import Peer
+
+VERDICT: IO[str]
+"""Where it says so; what the tests print goes elsewhere."""
+TESTS: list[str]
+ENTRY_POINT: str | None
+FIRST: int
+"""The text to begin with."""
+
+
+def say(**fields):
+    """A line of the verdict."""
+    VERDICT.write(json.dumps(fields) + "\n")
+    VERDICT.flush()
+
+
+def names_of(peer):
+    """What the program has, by name; of its modules, this interpreter's own."""
+    said = peer.receive()
+    if "names" not in said:
+        return None, str(said.get("failed"))
+    names = {str(name): peer.decode(value) for name, value in said["names"]}
+    for name, module in said.get("modules", {}).items():
+        if str(module).partition(".")[0] in sys.stdlib_module_names:
+            names[str(name)] = importlib.import_module(module)
+    # A function named `sorted` or `all` of the program's would judge its own results.
+    return {name: value for name, value in names.items() if not hasattr(builtins, name) or name == ENTRY_POINT}, ""
+
+
+def cases_of(text, names):
+    """Name and function of each case of a text: its functions ``test_*``, its test classes' methods, its ``check``; of
+    a text with none of these, the text itself, which is then run by that case."""
+    namespace = dict(names, __name__="tests")
+    if ENTRY_POINT is not None:
+        if ENTRY_POINT not in names:
+            raise NameError(f"the program has no {ENTRY_POINT!r}")
+        namespace["candidate"] = names[ENTRY_POINT]
+    code = compile(text, "tests.py", "exec", dont_inherit=True)
+    defines = [name for name in code.co_names if name.startswith("test") or name.startswith("Test") or name == "check"]
+    if not defines and "TestCase" not in code.co_names:
+        return [("asserts", lambda: exec(code, namespace))]
+    before = dict(namespace)
+    exec(code, namespace)
+    new = {name: value for name, value in namespace.items() if before.get(name) is not value}
+    cases = []
+    for name, value in new.items():
+        if _is_test_case(value):
+            cases += [
+                (f"{name}.{test}", method_case(value, test)) for test in unittest.TestLoader().getTestCaseNames(value)
+            ]
+        elif isinstance(value, type) and name.startswith("Test"):
+            methods = [test for test in vars(value) if test.startswith("test")]
+            cases += [(f"{name}.{test}", lambda value=value, test=test: getattr(value(), test)()) for test in methods]
+        elif isinstance(value, types.FunctionType) and name.startswith("test"):
+            cases.append((name, value))
+        elif isinstance(value, types.FunctionType) and name == "check" and "candidate" in namespace:
+            cases.append((name, lambda check=value: check(namespace["candidate"])))
+    return cases or [("asserts", lambda: None)]
+
+
+def _is_test_case(value) -> TypeGuard[type[unittest.TestCase]]:
+    return isinstance(value, type) and issubclass(value, unittest.TestCase)
+
+
+def method_case(kind, test):
+    """A function that raises where this test of a class does not pass."""
+
+    def run():
+        result = unittest.TestResult()
+        kind(test).run(result)
+        for _, text in [*result.failures, *result.errors]:
+            raise AssertionError(text.strip().splitlines()[-1])
+        if result.unexpectedSuccesses:
+            raise AssertionError("an unexpected success")
+
+    return run
+
+
+def main():
+    """Run them all."""
+    peer = Peer(3, may_look=False)
+    try:
+        names, failed = names_of(peer)
+    except Exception as error:  # noqa: BLE001 - the program's word may be anything
+        names, failed = None, f"{type(error).__name__}: {error}"
+    if names is None:
+        return say(failed=failed[:500])
+    module = types.ModuleType("solution")
+    module.__dict__.update(names)
+    sys.modules["solution"] = module
+    for number, text in enumerate(TESTS):
+        if number < FIRST:
+            continue
+        try:
+            cases = cases_of(text, names)
+        except Exception as error:  # noqa: BLE001 - of the tests, or of the program by their call
+            say(text=number, cases=1)
+            say(text=number, passed=False, reason=f"{type(error).__name__}: {error}"[:300])
+            if peer.is_lost:
+                return None
+            continue
+        say(text=number, cases=len(cases))
+        for name, case in cases:
+            try:
+                case()
+            except BaseException as error:  # noqa: BLE001 - so does a test fail
+                say(text=number, passed=False, reason=f"{name}: {type(error).__name__}: {error}"[:300])
+            else:
+                say(text=number, passed=not peer.is_lost, reason="the program was lost")
+            if peer.is_lost:
+                return None
+    return say(done=True)
+
+
+if __name__ == "__main__":
+    VERDICT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with open("tests.json", encoding="utf-8") as _file:
+        TESTS, ENTRY_POINT, FIRST = json.load(_file)
+    main()

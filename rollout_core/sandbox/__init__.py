@@ -1,0 +1,13 @@
+"""Walls for programs of others: namespaces, seccomp, landlock, limits; and a report of those that this machine has.
+
+`Sandbox.run` runs one, in a few milliseconds. `programs` says what a program is and how it ended; `sandbox` chooses
+what runs it: `launching`, by the launcher (`launcher`, `modes`, `root`, `inside`, `kernel`, `call_filter`, all of the
+standard library alone); `commands`, by docker or another command; `remote`, by a `service` on another machine. `walls`
+has a hostile program, `probe`, try them.
+"""
+
+from rollout_core.sandbox.programs import LANGUAGES, Limits, Outcome, Program
+from rollout_core.sandbox.sandbox import Sandbox, SandboxSettings
+from rollout_core.sandbox.walls import Wall, Walls
+
+__all__ = ["LANGUAGES", "Limits", "Outcome", "Program", "Sandbox", "SandboxSettings", "Wall", "Walls"]

@@ -1,0 +1,278 @@
+"""How a program is put behind walls: by namespaces made here, by bubblewrap, or not at all.
+
+A mode forks a program's first process, which sets up the rest, starts the program and watches it (`inside`). Only the
+program's own process returns from it.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rollout_core.base import process_tree
+from rollout_core.sandbox import inside, kernel, root
+
+WALLS = ("capabilities", "landlock", "system calls")
+"""Those that a program puts on itself, in the last moment."""
+
+
+class Mode(Protocol):
+    """How programs are put behind walls."""
+
+    walls: list[str]
+
+    def fork(self) -> int:
+        """Make a program's first process; 0 in it."""
+        ...
+
+    def begin(self, header: dict[str, Any], descriptors: inside.Descriptors) -> inside.Program:
+        """Of the first process; returns in the program alone."""
+        ...
+
+
+class Namespaces:
+    """Each program in new namespaces of the kernel, made here."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        uid, gid = os.geteuid(), os.getegid()
+        if uid == 0:
+            kernel.unshare(kernel.NEW_MOUNTS, "a mount namespace for root")
+        else:
+            kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNTS, "a user namespace for an ordinary user")
+            kernel.map_ids((uid, gid), (uid, gid))
+        root.enter(config["interpreter"], config["readable"])
+        if uid == 0:
+            own_user(config["uid"])
+        self._outside = (os.geteuid(), os.getegid())
+        self.walls = own_walls()
+
+    def fork(self) -> int:
+        """The first process of a program; 0 in it."""
+        return kernel.clone(kernel.NAMESPACES)
+
+    def begin(self, header: dict[str, Any], descriptors: inside.Descriptors) -> inside.Program:
+        """Of the first process: build the rest, start the program, watch it. Returns in the program alone."""
+
+        def build(fields: dict[str, Any]) -> str:
+            socket.sethostname("sandbox")
+            root.own_place(fields["disk_bytes"], inside.NUM_INODES)
+            root.own_folders()
+            fields["address_space"] = not root.own_processes()
+            return inside.FOLDER
+
+        def prepare() -> None:
+            kernel.die_with_parent()
+            kernel.map_ids((inside.USER, inside.USER), self._outside)
+            kernel.set_dumpable(False)
+
+        return first_process(descriptors, self.walls, prepare, build, inside.in_namespace, extra_processes=1)
+
+
+class Bubblewrap:
+    """Each program in namespaces that bubblewrap makes. Where this is root, it is called as an unprivileged user, in
+    the root that `Namespaces` has, too."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._program = config["program"]
+        self._executable = config["executable"]
+        if os.geteuid() == 0:
+            kernel.unshare(kernel.NEW_MOUNTS, "a mount namespace for root")
+            root.enter(config["interpreter"], config["readable"], for_programs=False)
+            own_user(config["uid"])
+        self._binds = self._file_system(config["interpreter"], config["readable"])
+        # Compiled once: a program's first process starts with it.
+        modules = [(name, compile(text, name, "exec", dont_inherit=True)) for name, text in config["modules"]]
+        self._modules = _memory_file(marshal.dumps(modules))
+        self.walls = own_walls()
+
+    def _file_system(self, interpreter: str, readable: list[str]) -> list[str]:
+        paths = root.sources(interpreter, readable)
+        words = [word for path in paths for word in ("--ro-bind", path, path)]
+        for path in root.hidden(paths, readable):
+            words += ["--tmpfs", path, "--remount-ro", path]
+        for path in root.SHORT:
+            if os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+        words += ["--proc", "/proc", "--dir", "/dev"]
+        for name in root.DEVICES:
+            words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        for path, target in root.links(paths).items():
+            words += ["--symlink", target, path]
+        return words
+
+    def fork(self) -> int:
+        """The process that becomes bubblewrap; 0 in it."""
+        return os.fork()
+
+    def begin(self, header: dict[str, Any], descriptors: inside.Descriptors) -> inside.Program:
+        """Become bubblewrap, which starts `behind_bubblewrap`."""
+        try:
+            kernel.die_with_parent()
+            texts = {path: _memory_file(text.encode()) for path, text in root.FILES.items()}
+            kept = {*descriptors.all(), self._modules, *texts.values()}
+            _close_others(kept)
+            for descriptor in kept:
+                os.set_inheritable(descriptor, True)
+            words = [self._program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+            words += ["--uid", str(inside.USER), "--gid", str(inside.USER), "--hostname", "sandbox", *self._binds]
+            for path, descriptor in texts.items():
+                words += ["--ro-bind-data", str(descriptor), path]
+            words += [
+                "--perms",
+                "0700",
+                "--size",
+                str(header["disk_bytes"]),
+                "--tmpfs",
+                inside.PLACE,
+                "--remount-ro",
+                "/",
+            ]
+            boot = BOOT_BEHIND.format(modules=self._modules, fields=descriptors.to_fields())
+            words += ["--chdir", inside.PLACE, "--", self._executable, "-P", "-s", "-S", "-c", boot]
+            os.dup2(descriptors.standard[2], 2)  # for what bubblewrap has to say
+            os.execv(self._program, words)
+        except BaseException as error:  # noqa: BLE001 - nothing of the launcher's may go on in this process
+            inside.tell(descriptors.launcher, {"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+
+
+BOOT_BEHIND = """
+import marshal, os, sys, types
+with open({modules}, "rb") as file:
+    for name, code in marshal.loads(os.pread({modules}, os.fstat({modules}).st_size, 0)):
+        parent, _, last = name.rpartition(".")
+        for package in (parent.partition(".")[0], parent):
+            sys.modules.setdefault(package, types.ModuleType(package))
+        module = sys.modules[name] = types.ModuleType(name)
+        setattr(sys.modules[parent], last, module)
+        exec(code, module.__dict__)
+sys.modules["rollout_core.sandbox.modes"].behind_bubblewrap({fields}).run()
+"""
+
+
+def behind_bubblewrap(fields: list[Any]) -> inside.Program:
+    """Of the first process that bubblewrap starts; returns in the program alone."""
+
+    def prepare() -> None:
+        kernel.die_with_parent()
+        kernel.set_dumpable(False)
+
+    def build(limits: dict[str, Any]) -> str:
+        limits["address_space"] = False
+        root.own_folders()
+        return inside.FOLDER
+
+    given = inside.Descriptors.from_fields(fields)
+    return first_process(given, own_walls(), prepare, build, inside.in_namespace, extra_processes=2)
+
+
+class Bare:
+    """Each program as a process like any other: limits and no wall."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.walls: list[str] = []
+
+    def fork(self) -> int:
+        """The process that watches the program; 0 in it."""
+        return os.fork()
+
+    def begin(self, header: dict[str, Any], descriptors: inside.Descriptors) -> inside.Program:
+        """Of the process that watches: start the program. Returns in the program alone."""
+
+        def prepare() -> None:
+            kernel.die_with_parent()
+            process_tree.adopt_orphans()
+
+        def build(fields: dict[str, Any]) -> str:
+            fields["address_space"] = fields["own_users"] = False
+            fields["env"]["HOME"] = fields["env"]["TMPDIR"] = header["folder"]
+            return header["folder"]
+
+        def living() -> list[int]:
+            return process_tree.below(os.getpid())
+
+        return first_process(descriptors, [], prepare, build, living, extra_processes=0, end=_end_tree)
+
+
+def _end_tree() -> None:
+    process_tree.end_all(os.getpid(), None)
+
+
+def first_process(
+    descriptors: inside.Descriptors,
+    walls: list[str],
+    prepare: Callable[[], None],
+    build: Callable[[dict[str, Any]], str],
+    living: Callable[[], list[int]],
+    *,
+    extra_processes: int,
+    end: Callable[[], None] = lambda: None,
+) -> inside.Program:
+    """Set up what a program needs, start it and watch it, in a process of which only the program returns.
+
+    ``prepare`` comes first, then ``build``, which gets the program's limits and gives its folder.
+    ``extra_processes``: how many the kernel counts as the program's that are not. ``end``: what ends processes that do
+    not end with this one.
+    """
+    launcher = descriptors.launcher
+    try:
+        prepare()
+        _close_others(set(descriptors.all()))
+        request = inside.Request(descriptors.payload)
+        request.fields |= {"extra_processes": extra_processes, "own_users": True}
+        folder = build(request.fields)
+        request.unpack(folder)
+        inside.tell(launcher, {"begins": True})
+        pid = os.fork()
+        if pid == 0:
+            return inside.Program(request, descriptors, folder, walls)
+    except BaseException as error:  # noqa: BLE001 - nothing of the launcher's may go on in this process
+        inside.tell(launcher, {"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    try:
+        descriptors.close_programs()
+        if "capabilities" in walls:
+            kernel.drop_capabilities()
+        inside.watch(pid, launcher, request.fields, living)
+        end()
+    finally:
+        os._exit(0)
+
+
+def _memory_file(content: bytes) -> int:
+    descriptor = os.memfd_create("rollout-sandbox")
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _close_others(kept: set[int]) -> None:
+    first = 3
+    for descriptor in sorted(kept):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, 2**16)
+
+
+def own_user(uid: int) -> None:
+    """Become an unprivileged user, where this is root."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    kernel.set_dumpable(True)  # the first process writes its own map of users
+
+
+def own_walls() -> list[str]:
+    """Those that a program can put on itself here."""
+    walls: list[str] = list(WALLS)
+    try:
+        kernel.landlock_version()
+    except OSError:
+        walls.remove("landlock")
+    return walls
+
+
+MODES: dict[str, Callable[[dict[str, Any]], Mode]] = {"namespaces": Namespaces, "bubblewrap": Bubblewrap, "none": Bare}
