@@ -20,7 +20,7 @@ from rollout_core.base.determinism import numerics_identity
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
-from rollout_core.config.verifiers import RewardSettings, Verified
+from rollout_core.config.verifiers import CodeReward, RewardSettings, Verified
 
 MAX_LENGTH = 2_000
 """Characters of an expression."""
@@ -219,7 +219,7 @@ class ModelReward(RewardSettings):
         return {"kind": self.kind, "model": self.model, **numerics_identity()}
 
 
-PlainReward = ExactMatchReward | FunctionReward | ModelReward | Verified
+PlainReward = ExactMatchReward | FunctionReward | ModelReward | Verified | CodeReward
 
 
 class WeightedReward(RewardSettings):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from rollout_core.base.settings import refuse_credentials
 from rollout_core.config.described import Described
 
 
@@ -205,5 +206,88 @@ class InstructionsReward(VerifiedReward):
         return (self.ids_key, self.kwargs_key)
 
 
+class CodeSandbox(RewardSettings):
+    """Where programs run that a model wrote (`docs/sandbox.md`)."""
+
+    kind: Literal["auto", "namespaces", "bubblewrap", "docker", "gvisor", "command", "http", "none"] = "auto"
+    """``auto``: walls of the kernel, made here or by bubblewrap; ``http``: a service on another machine; ``none``: no
+    wall at all."""
+    url: Annotated[str, AfterValidator(refuse_credentials)] = ""
+    """Of ``http``."""
+    image: str = Field(default="python:3.11-slim", min_length=1)
+    """Of ``docker`` and ``gvisor``."""
+    command: tuple[str, ...] = ()
+    """Of ``command``: what runs a program, with placeholders."""
+    python: str | None = None
+    """Interpreter of programs in Python. Default: the one that runs this."""
+    packages: tuple[str, ...] = ()
+    """Folders in which programs in Python find further modules."""
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> CodeSandbox:
+        for name, kind in (("url", "http"), ("command", "command")):
+            if bool(getattr(self, name)) != (self.kind == kind):
+                raise ValueError(f'{name} goes with kind = "{kind}", which needs it; this is kind = "{self.kind}"')
+        return self
+
+    def cache_identity(self) -> Any:
+        """Where programs run decides no score, but what they find there does."""
+        return {"image": self.image, "python": self.python, "packages": list(self.packages)}
+
+
+class CodeReward(RewardSettings):
+    """Whether a program does what its row's tests ask for, run in a sandbox: the share of cases that pass, or all."""
+
+    kind: Literal["code"] = "code"
+    check: Literal["tests", "output"] = "tests"
+    """By unit tests in Python, or by what the program writes for given inputs."""
+    tests_key: str = Field(default="tests", min_length=1)
+    """Key of the prompt's row with unit tests: a text, or a list of them, each of asserts, of functions ``test_*`` or
+    of ``check(candidate)``."""
+    entry_point_key: str = Field(default="entry_point", min_length=1)
+    """Key of the prompt's row with the name of the function that ``check(candidate)`` is called with, if it has one."""
+    cases_key: str = Field(default="cases", min_length=1)
+    """Key of the prompt's row with cases of ``output``: a list of ``{"input": ..., "output": ...}``, or an object of
+    two lists, ``inputs`` and ``outputs``."""
+    compare: Literal["exact", "lines", "tokens", "numbers"] = "lines"
+    """How written and expected output are held against each other: as they are; without spaces at the ends of lines;
+    word by word; the same with numbers that may differ by a millionth."""
+    language: str = Field(default="python", min_length=1)
+    """Of the program; unit tests are of Python."""
+    value: Literal["all", "share"] = "all"
+    """1 where all cases pass; or the share of those that do."""
+    extract: Extraction | None = None
+    """Where the program stands. Default: the last fenced block where there is one, else the whole completion."""
+    cpu_seconds: float = Field(default=5.0, gt=0, le=3600, allow_inf_nan=False)
+    """Processor time of a case (of unit tests: of all)."""
+    timeout_seconds: float = Field(default=30.0, gt=0, le=36_000, allow_inf_nan=False)
+    """Longest time for it. Keep it well above ``cpu_seconds``, so that a busy machine decides no score."""
+    memory_mb: int = Field(default=512, ge=32)
+    """Memory of a program's processes together, in MiB."""
+    max_processes: int = Field(default=32, ge=1)
+    """Of a program at the same time, threads among them."""
+    disk_mb: int = Field(default=64, ge=1)
+    """Of all files that a program writes, in MiB; they lie in memory."""
+    sandbox: CodeSandbox | Literal["none"] = CodeSandbox()
+    """Where programs run. ``"none"``, written out, runs them without any wall, as this user."""
+
+    @model_validator(mode="after")
+    def _has_tests_of_its_language(self) -> CodeReward:
+        if self.check == "tests" and self.language != "python":
+            raise ValueError(
+                f'check = "tests" runs unit tests in Python, and language is {self.language!r}; check output'
+            )
+        return self
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return (self.tests_key,) if self.check == "tests" else (self.cases_key,)
+
+    def cache_identity(self) -> Any:
+        """Where programs run decides no score, and what they find there does."""
+        place = CodeSandbox() if isinstance(self.sandbox, str) else self.sandbox
+        return {**self.model_dump(mode="json"), "sandbox": place.cache_identity()}
+
+
 Verified = MathReward | RegexReward | SchemaReward | SqlReward | InstructionsReward
-"""The rewards that verify."""
+"""The rewards that verify an answer in a process of their own."""

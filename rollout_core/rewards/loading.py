@@ -27,7 +27,7 @@ from rollout_core.config.rewards import (
     compile_expression,
     plain_rewards,
 )
-from rollout_core.config.verifiers import SqlReward, VerifiedReward
+from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.rewards.call_forms import CallForm, load_function
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
@@ -43,6 +43,7 @@ from rollout_core.rewards.scoring import (
 )
 from rollout_core.rewards.source_ids import RewardSource, read_source
 from rollout_core.rewards.user_code import SourceFile, UserCode, importable, imports
+from rollout_core.rewards.verifiers.code_reward import CodeGrader
 from rollout_core.rewards.verifiers.process import VerifierProcesses
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ def load_reward(
     if isinstance(spec, ExactMatchReward):
         name = f"exact_match({spec.answer_key})"
         return RewardFunction(name, lambda sample: _exact_match(spec, sample), separable=True)
+    if isinstance(spec, CodeReward):
+        grader = CodeGrader(spec)
+        return RewardFunction(spec.kind, grader, batched=True, separable=True, close=grader.close)
     if isinstance(spec, VerifiedReward):
         files = {spec.database: source.files[spec.database]} if isinstance(spec, SqlReward) else {}
         verifier = VerifierProcesses(spec, base or Path(), files, lambda line: on_line(f"reward {spec.kind}: {line}"))

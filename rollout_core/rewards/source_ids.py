@@ -21,7 +21,7 @@ from rollout_core.config.rewards import (
     RewardSpec,
     plain_rewards,
 )
-from rollout_core.config.verifiers import SqlReward
+from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.origins import SHOWN_FILES, Source, record_import
 from rollout_core.objects.trees import hash_file
@@ -152,6 +152,8 @@ def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode], files: Mapping[s
         return content_id("reward/2", spec)  # the meaning's version: 2 compares whole floats and after NFC
     if isinstance(spec, SqlReward):  # the file's content counts, and not where it lies
         return content_id("reward/1", {**spec.cache_identity(), "database": files[spec.database]})
+    if isinstance(spec, VerifiedReward | CodeReward):
+        return content_id("reward/1", spec.cache_identity())
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
     function = spec.callable.rpartition(":")[2]

@@ -1,0 +1,133 @@
+"""The reward of a program that a model wrote: the cases of its prompt's row that it passes, in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, Fatal, near, shown
+from rollout_core.config.verifiers import CodeReward, CodeSandbox
+from rollout_core.rewards.scoring import RewardInput, places
+from rollout_core.rewards.verifiers.code import CodeGrade, IoCase, grade_output, grade_tests
+from rollout_core.rewards.verifiers.extraction import code_or_all
+from rollout_core.sandbox import LANGUAGES, Limits, Program, Sandbox, SandboxSettings
+
+
+class CodeGrader:
+    """Grades the programs in completions, as many at a time as there are processors.
+
+    Raises ConfigError where this machine has no such sandbox, or does not run the language in it.
+    """
+
+    def __init__(self, spec: CodeReward) -> None:
+        self._spec = spec
+        if spec.language not in LANGUAGES:
+            raise ConfigError(
+                f"language {spec.language!r} of reward code is not known; {near(spec.language, LANGUAGES)}"
+            )
+        self._sandbox = Sandbox(_settings(spec.sandbox))
+        self._limits = Limits(
+            wall_seconds=spec.timeout_seconds,
+            cpu_seconds=spec.cpu_seconds,
+            memory_bytes=spec.memory_mb * 2**20,
+            processes=spec.max_processes,
+            disk_bytes=spec.disk_mb * 2**20,
+        )
+        try:
+            self._try_out()
+        except BaseException:
+            self._sandbox.close()
+            raise
+
+    def _try_out(self) -> None:
+        """A sandbox stands, and has what runs programs of the language."""
+        command = LANGUAGES[self._spec.language][1]
+        needed = command[2].split()[0] if command[:2] == ("sh", "-c") else command[0]
+        found = self._sandbox.run(Program(argv=("sh", "-c", f"command -v {needed}")))
+        if not found.ok:
+            raise ConfigError(
+                f"reward code: programs in {self._spec.language} are run by {needed}, which the sandbox does not have; "
+                "install it on the machine that scores"
+            )
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float | Fatal]:
+        """The reward of each input, or what is wrong with its row. Raises Recoverable where the sandbox failed."""
+        with ThreadPoolExecutor(self._sandbox.parallel, thread_name_prefix="rollout-code-reward") as threads:
+            return list(threads.map(self._reward, inputs, places(inputs)))
+
+    def _reward(self, sample: RewardInput, place: str) -> float | Fatal:
+        try:
+            grade = self.grade(sample.completion, sample.extras)
+        except ConfigError as error:
+            return Fatal(f"reward code failed on {place}: {error}")
+        return float(grade.all_passed) if self._spec.value == "all" else grade.share
+
+    def grade(self, completion: str, extras: Mapping[str, Any]) -> CodeGrade:
+        """How the program in ``completion`` fares, case by case; without a program no case passes. Raises ConfigError
+        where the row has no tests or they are none, and as `Sandbox.run`."""
+        spec = self._spec
+        key = spec.row_keys[0]
+        if key not in extras:
+            raise ConfigError(f"the prompt's row has no {key!r}; {near(key, extras)}")
+        source = code_or_all(completion, spec.extract, spec.language) or ""
+        options: dict[str, Any] = {"limits": self._limits, "stop_at_failure": spec.value == "all"}
+        if spec.check == "output":
+            cases = _cases(key, extras[key])
+            options |= {"language": spec.language, "compare": spec.compare}
+            return grade_output(self._sandbox, source, cases, **options)
+        entry_point = extras.get(spec.entry_point_key)
+        if entry_point is not None and not str(entry_point).isidentifier():
+            raise ConfigError(f"the row's {spec.entry_point_key!r} is {shown(entry_point)}; expected a function's name")
+        return grade_tests(self._sandbox, source, _tests(key, extras[key]), entry_point=entry_point, **options)
+
+    def close(self) -> None:
+        """End what the sandbox holds."""
+        self._sandbox.close()
+
+
+def _settings(given: CodeSandbox | str) -> SandboxSettings:
+    if isinstance(given, str):
+        return SandboxSettings(kind="none")
+    return SandboxSettings(
+        kind=given.kind,
+        url=given.url,
+        image=given.image,
+        command=given.command,
+        python=given.python,
+        search_path=given.packages,
+    )
+
+
+def _tests(key: str, given: Any) -> list[str]:
+    found = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(found, Sequence)
+        or not found
+        or not all(isinstance(text, str) and text.strip() for text in found)
+    ):
+        raise ConfigError(f"the row's {key!r} is {shown(given)}; expected unit tests, a text or a list of texts")
+    return list(found)
+
+
+def _cases(key: str, given: Any) -> list[IoCase]:
+    """Of both forms in use: a list of objects, or an object of lists."""
+    try:
+        if isinstance(given, Mapping):
+            found = [IoCase(_text(one), _text(two)) for one, two in zip(given["inputs"], given["outputs"], strict=True)]
+        else:
+            found = [IoCase(_text(case["input"]), _text(case["output"])) for case in given]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the row's {key!r} is {shown(given)} ({type(error).__name__}: {error}); expected a list of "
+            '{"input": ..., "output": ...}, or {"inputs": [...], "outputs": [...]}'
+        ) from None
+    if not found:
+        raise ConfigError(f"the row's {key!r} has no case; expected at least one")
+    return found
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{shown(given)} is no text")
+    return given
