@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import fcntl
 import gc
 import json
 import math
@@ -37,6 +38,8 @@ CHANNEL = 3
 TICK_SECONDS = 0.025
 """Between two looks at what all its processes use together. A trivial program has ended before the first."""
 OPEN_FILES = 256
+MOST_DESCRIPTORS = 2**16
+"""More than the launcher ever has."""
 NUM_INODES = 16_384
 _PAGE = os.sysconf("SC_PAGESIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -80,12 +83,12 @@ class Request:
     def __init__(self, payload: int) -> None:
         size = os.fstat(payload).st_size
         data = memoryview(os.pread(payload, size, 0)) if size < 2**20 else _read_all(payload, size)
-        end = bytes(data[: 2**24]).index(b"\n")
+        end = bytes(data).index(b"\n")
         self.fields = json.loads(bytes(data[:end]))
         self._contents = data[end + 1 :]
 
     def unpack(self, folder: str) -> None:
-        """Write the program's files."""
+        """Write the program's files. Raises OSError with ENOSPC where they do not fit."""
         offset = 0
         for name, mode, size in self.fields["files"]:
             path = f"{folder}/{name}"
@@ -118,7 +121,13 @@ class Program:
     def run(self) -> None:
         """Become it: returns when a program in Python has come to its end, and not at all otherwise."""
         fields = self._request.fields
-        self._confine(fields)
+        launcher = fcntl.fcntl(self._descriptors.launcher, fcntl.F_DUPFD_CLOEXEC, CHANNEL + 1)
+        try:
+            self._confine(fields, launcher)
+        except BaseException as error:  # noqa: BLE001 - the machine's fault, and never the program's
+            tell(launcher, {"error": f"{type(error).__name__}: {error}"})
+            os._exit(1)
+        os.close(launcher)
         if fields["source"] is None:
             _execute(fields["argv"], fields["env"])
         else:
@@ -126,19 +135,19 @@ class Program:
             self._request._contents = memoryview(b"")
             _interpret(fields["source"], fields["argv"], fields["env"], fields["search_path"])
 
-    def _confine(self, fields: dict) -> None:
+    def _confine(self, fields: dict, launcher: int) -> None:
         kernel.die_with_parent()
         os.setsid()
         os.chdir(self._folder)
         os.umask(0o022)
         for number, descriptor in enumerate(self._descriptors.standard):
             os.dup2(descriptor, number)
-        first_closed = CHANNEL
+        kept = {launcher}
         if self._descriptors.channel is not None:
             os.dup2(self._descriptors.channel, CHANNEL)
             os.set_inheritable(CHANNEL, True)
-            first_closed += 1
-        os.closerange(first_closed, _most_files())
+            kept.add(CHANNEL)
+        close_others(kept)
         _limit(fields)
         if "capabilities" in self._walls:
             kernel.drop_capabilities()
@@ -153,16 +162,20 @@ class Program:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def _most_files() -> int:
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 2**20)
+def close_others(kept: set[int]) -> None:
+    """Close all descriptors but the standard ones and these."""
+    first = 3
+    for descriptor in sorted(kept):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, MOST_DESCRIPTORS)
 
 
 def _limit(fields: dict) -> None:
     processes, memory, disk = fields["processes"], fields["memory_bytes"], fields["disk_bytes"]
-    seconds = math.ceil(fields["cpu_seconds"]) + 1
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_CPU, math.ceil(fields["cpu_seconds"])),
         (resource.RLIMIT_DATA, memory),
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_MEMLOCK, 65_536),
@@ -174,9 +187,11 @@ def _limit(fields: dict) -> None:
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         *([(resource.RLIMIT_AS, memory)] if fields["address_space"] else []),
     ):
-        hard = resource.getrlimit(kind)[1]
-        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (least, least))
+        # SIGXCPU comes first, and a second later SIGKILL for those that ignore it.
+        wanted = most + 1 if kind == resource.RLIMIT_CPU else most
+        before = resource.getrlimit(kind)[1]
+        hard = wanted if before == resource.RLIM_INFINITY else min(wanted, before)
+        resource.setrlimit(kind, (min(most, hard), hard))
 
 
 def _execute(argv: list[str], environment: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,20 +119,13 @@ class Launcher:
             except BaseException:
                 second_run.close()
                 raise
-        outcomes: list[Outcome] = []
-
-        def drain() -> None:
-            with contextlib.suppress(Recoverable):
-                outcomes.append(second_run.outcome())
-
-        thread = threading.Thread(target=drain, name="rollout-sandbox-partner", daemon=True)
-        thread.start()
-        try:
-            outcome = first_run.outcome()
-        finally:
-            second_run.stop()
-            thread.join()
-        return outcome, outcomes[0] if outcomes else Outcome(ended="stopped")
+        with ThreadPoolExecutor(1, thread_name_prefix="rollout-sandbox-partner") as pool:
+            answering = pool.submit(second_run.outcome)
+            try:
+                outcome = first_run.outcome()
+            finally:
+                second_run.stop()
+            return outcome, answering.result()
 
     def close(self) -> None:
         """End it, and what it still runs."""
@@ -355,14 +349,20 @@ class _Running:
                     chunk = os.read(descriptor, READ_BYTES)
                     self._keep(descriptor, chunk)
                 else:
-                    with contextlib.suppress(ConnectionError):
-                        message = self._answer.recv(READ_BYTES)
+                    message = self._receive()
                     chunk, last = b"", time.monotonic() + DRAIN_SECONDS
                 if not chunk:
                     poll.unregister(descriptor)
                     waiting.discard(descriptor)
             raise_if_stopping("a program in a sandbox")
         return json.loads(message) if message else None
+
+    def _receive(self) -> bytes:
+        try:
+            return self._answer.recv(READ_BYTES)
+        except ConnectionResetError:
+            # The launcher ended without having read that it is to stop the program. The error comes before the answer.
+            return self._answer.recv(READ_BYTES)
 
     def _keep(self, descriptor: int, chunk: bytes) -> None:
         room = self._limits.output_bytes - sum(map(len, self._outputs.values()))

@@ -6,6 +6,7 @@ program's own process returns from it.
 
 from __future__ import annotations
 
+import errno
 import marshal
 import os
 import socket
@@ -37,14 +38,15 @@ class Namespaces:
     """Each program in new namespaces of the kernel, made here."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        uid, gid = os.geteuid(), os.getegid()
-        if uid == 0:
-            kernel.unshare(kernel.NEW_MOUNTS, "a mount namespace for root")
-        else:
+        is_powerful = _has_mounts()
+        if not is_powerful:
+            if os.geteuid() == 0 and _is_open_to_all(f"{config['interpreter']}/lib"):
+                own_user(config["uid"])  # the kernel counts no processes of its own root
+            ids = (os.geteuid(), os.getegid())
             kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNTS, "a user namespace for an ordinary user")
-            kernel.map_ids((uid, gid), (uid, gid))
+            kernel.map_ids(ids, ids)
         root.enter(config["interpreter"], config["readable"])
-        if uid == 0:
+        if is_powerful:
             own_user(config["uid"])
         self._outside = (os.geteuid(), os.getegid())
         self.walls = own_walls()
@@ -71,6 +73,30 @@ class Namespaces:
         return first_process(descriptors, self.walls, prepare, build, inside.in_namespace, extra_processes=1)
 
 
+def _has_mounts() -> bool:
+    """Put this process into a mount namespace of its own where it is root's; False where it is not, or is root's of a
+    container that may not."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        kernel.unshare(kernel.NEW_MOUNTS, "a mount namespace for root")
+    except kernel.Refused:
+        return False
+    return True
+
+
+def _is_open_to_all(folder: str) -> bool:
+    """Whether any user may read what is in a folder."""
+    path = os.path.realpath(folder)
+    if os.stat(path).st_mode & 0o5 != 0o5:
+        return False
+    while path != "/":
+        path = os.path.dirname(path)
+        if not os.stat(path).st_mode & 0o1:
+            return False
+    return True
+
+
 class Bubblewrap:
     """Each program in namespaces that bubblewrap makes. Where this is root, it is called as an unprivileged user, in
     the root that `Namespaces` has, too."""
@@ -78,8 +104,7 @@ class Bubblewrap:
     def __init__(self, config: dict[str, Any]) -> None:
         self._program = config["program"]
         self._executable = config["executable"]
-        if os.geteuid() == 0:
-            kernel.unshare(kernel.NEW_MOUNTS, "a mount namespace for root")
+        if _has_mounts():
             root.enter(config["interpreter"], config["readable"], for_programs=False)
             own_user(config["uid"])
         self._binds = self._file_system(config["interpreter"], config["readable"])
@@ -113,7 +138,7 @@ class Bubblewrap:
             kernel.die_with_parent()
             texts = {path: _memory_file(text.encode()) for path, text in root.FILES.items()}
             kept = {*descriptors.all(), self._modules, *texts.values()}
-            _close_others(kept)
+            inside.close_others(kept)
             for descriptor in kept:
                 os.set_inheritable(descriptor, True)
             words = [self._program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -220,11 +245,17 @@ def first_process(
     launcher = descriptors.launcher
     try:
         prepare()
-        _close_others(set(descriptors.all()))
+        inside.close_others(set(descriptors.all()))
         request = inside.Request(descriptors.payload)
         request.fields |= {"extra_processes": extra_processes, "own_users": True}
         folder = build(request.fields)
-        request.unpack(folder)
+        try:
+            request.unpack(folder)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            inside.tell(launcher, {"ended": "disk", "cpu_seconds": 0.0})
+            os._exit(0)
         inside.tell(launcher, {"begins": True})
         pid = os.fork()
         if pid == 0:
@@ -249,19 +280,14 @@ def _memory_file(content: bytes) -> int:
     return descriptor
 
 
-def _close_others(kept: set[int]) -> None:
-    first = 3
-    for descriptor in sorted(kept):
-        os.closerange(first, descriptor)
-        first = descriptor + 1
-    os.closerange(first, 2**16)
-
-
 def own_user(uid: int) -> None:
     """Become an unprivileged user, where this is root."""
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError as error:
+        raise kernel.Refused(f"becoming user {uid}", error.errno or 0) from None
     kernel.set_dumpable(True)  # the first process writes its own map of users
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import signal_name
 
-Ended = Literal["exit", "signal", "time", "cpu", "memory", "output", "processes", "stopped"]
+Ended = Literal["exit", "signal", "time", "cpu", "memory", "output", "processes", "disk", "stopped"]
 
 LANGUAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "python": ("main.py", ("python3", "main.py")),
@@ -29,7 +29,7 @@ LANGUAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Of a source: the name of its file, and the command that runs it, where the machine has it."""
 MOST_FILES = 4_000
-_PLAIN_NAME = re.compile(r"[^/\0]+")
+_PLAIN_NAME = re.compile(r"[^/\0]{1,60}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,8 @@ class Outcome:
 
     ended: Ended
     """``exit``: by itself; ``signal``: by one that it sent itself, or met; ``time``, ``cpu``, ``memory``, ``output``,
-    ``processes``: by a limit; ``stopped``: with its partner, or because the caller said so."""
+    ``processes``: by a limit; ``disk``: its own files do not fit, so it never began; ``stopped``: with its partner, or
+    because the caller said so."""
     exit_code: int | None = None
     signal: int | None = None
     stdout: bytes = b""
@@ -169,4 +170,4 @@ class Outcome:
         )
 
 
-_LIMITED = {"time": "wall-clock time", "cpu": "processor time"}
+_LIMITED = {"time": "wall-clock time", "cpu": "processor time", "disk": "disk, by the files that it comes with"}

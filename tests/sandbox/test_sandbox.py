@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rollout_core.base.errors import ConfigError, Recoverable
-from rollout_core.sandbox import Limits, Outcome, Program, Sandbox, SandboxSettings
+from rollout_core.sandbox import Limits, Outcome, Program, Sandbox, SandboxSettings, launching
 from rollout_core.sandbox.programs import LANGUAGES
 
 LIMITS = Limits(wall_seconds=60, cpu_seconds=30)
@@ -170,6 +170,13 @@ def test_limits(sandbox: Sandbox, ended: str, source: str, limits: dict):
         assert 0.3 <= done.cpu_seconds < 2
 
 
+def test_files_that_do_not_fit_are_the_programs_fault(sandbox: Sandbox):
+    limits = Limits(wall_seconds=60, disk_bytes=2**20)
+    done = python(sandbox, f"x = {'1' * 2**21!r}", limits=limits)
+    assert (done.ended, done.ok) == ("disk", False)
+    assert done.reason == "passed its limit of disk, by the files that it comes with"
+
+
 def test_memory_that_children_share_counts_once(namespaces: Sandbox):
     source = """
 import os, time
@@ -242,6 +249,13 @@ def test_linked_programs_speak_and_end_together(sandbox: Sandbox):
     assert answering.ended == "stopped"
 
 
+def test_a_program_that_ends_while_it_is_stopped_has_an_outcome(namespaces: Sandbox):
+    first = Program(source="pass", limits=LIMITS)
+    for _ in range(40):
+        answering = namespaces.run_linked(first, first)[1]
+        assert answering.ended in ("exit", "stopped")
+
+
 def test_a_launcher_that_is_killed_takes_its_programs_along_and_is_started_again():
     with Sandbox(kind="none") as sandbox:
         others = set(psutil.Process().children())
@@ -306,6 +320,17 @@ def test_a_forked_process_has_a_launcher_of_its_own(namespaces: Sandbox):
     assert python(namespaces, "print(6)").stdout == b"6\n"
 
 
+def test_a_wall_that_cannot_be_put_up_is_the_machines_fault_and_no_score(monkeypatch: pytest.MonkeyPatch):
+    texts = {name: launching._text_of(name) for name in launching.MODULES}
+    broken = texts["sandbox.inside"].replace("kernel.forbid_new_privileges()", "raise OSError('no such wall')")
+    monkeypatch.setattr(launching, "_text_of", lambda name: broken if name == "sandbox.inside" else texts[name])
+    with (
+        Sandbox(kind="none") as sandbox,
+        pytest.raises(Recoverable, match="could not be set up: OSError: no such wall"),
+    ):
+        python(sandbox, "print(1)")
+
+
 def test_no_descriptor_is_left_open(namespaces: Sandbox):
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
@@ -332,6 +357,7 @@ def test_nothing_is_started_before_the_first_program():
         (lambda: Program(source="", files={"../x": b""}), "expected a relative path"),
         (lambda: Program(source="", files={"/etc/x": b""}), "expected a relative path"),
         (lambda: Program(source="", files={"a//b": b""}), "expected a relative path"),
+        (lambda: Program(source="", files={"a" * 61: b""}), "expected a relative path"),
         (lambda: SandboxSettings(kind="chroot"), "sandbox 'chroot' is not known; expected one of auto, namespaces"),
         (lambda: SandboxSettings(parallel=0), "parallel of a sandbox is 0"),
         (lambda: SandboxSettings(readable=["/"]), "expected an absolute path other than /"),

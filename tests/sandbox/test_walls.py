@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -94,6 +95,47 @@ def test_a_machine_that_refuses_namespaces_runs_nothing_unless_none_is_written_o
     assert "rollout doctor machine" in lines[0] and 'sandbox = "none"' in lines[0]
     assert lines[1].startswith("namespaces False") and lines[2].startswith("bubblewrap False")
     assert lines[3] == r"none b'1\n'"
+
+
+IN_CONTAINER = """
+import sys
+from rollout_core.sandbox import Limits, Program, Sandbox
+limits = Limits(wall_seconds=60, cpu_seconds=1, memory_bytes=2**26)
+with Sandbox(python=sys.argv[1]) as sandbox:
+    print(sandbox.walls().kind, sandbox.walls().missing())
+    print(sandbox.run(Program(source="import os\\nprint(sorted(os.listdir('/proc'))[:1])", limits=limits)).stdout)
+    print(sandbox.run(Program(source="while True: pass", limits=limits)).ended)
+    print(sandbox.run(Program(source="import mmap\\nmmap.mmap(-1, 2**27)", limits=limits)).stderr[-40:])
+"""
+
+
+def in_container(*command: str) -> list[str]:
+    """What `IN_CONTAINER` prints under a command that takes rights from root."""
+    if os.geteuid() != 0 or shutil.which(command[0]) is None or not Path("/usr/bin/python3").exists():
+        pytest.skip(f"not root, no {command[0]}, or no Python of the system")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", IN_CONTAINER, "/usr/bin/python3"],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_root_of_a_container_without_its_rights_becomes_an_ordinary_user(namespaces: Sandbox):
+    """As docker's, which may not mount."""
+    lines = in_container("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin")
+    assert lines[:3] == ["namespaces []", repr(b"['1']\n"), "cpu"]
+
+
+def test_a_container_that_hides_parts_of_proc_has_the_same_walls_without_one(namespaces: Sandbox):
+    """Memory and processor time are each process's own there."""
+    hide = 'mount --bind /dev/null /proc/kmsg && exec "$0" "$@"'
+    lines = in_container("unshare", "--mount", "sh", "-c", hide)
+    assert lines[:3] == ["namespaces []", repr(b"[]\n"), "cpu"]
+    assert "Cannot allocate memory" in lines[3]
 
 
 def test_refusals_name_every_wall_that_is_missing(monkeypatch: pytest.MonkeyPatch, namespaces: Sandbox):
@@ -241,9 +283,9 @@ COMMAND = [
 ]
 
 
-def test_a_command_of_ones_own(sandbox: Sandbox):
-    if sandbox.settings.kind != "bubblewrap" or not Path("/usr/bin/python3").exists():
-        pytest.skip("once, with bubblewrap as the command, and the system's own Python")
+def test_a_command_of_ones_own(namespaces: Sandbox):
+    if shutil.which("bwrap") is None or not Path("/usr/bin/python3").exists():
+        pytest.skip("no bubblewrap, or no Python of the system, to be the command")
     command = CommandRunner(COMMAND, "")
     assert command.lacking() is None
     limits = Limits(wall_seconds=60, output_bytes=1000)
