@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import struct
 import sys
 
@@ -44,7 +43,7 @@ _NUMBERS = {
 }
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 """The same number on both."""
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 
 
 class Refused(OSError):
@@ -139,6 +138,11 @@ def pivot_root(new_root: str) -> None:
     _syscall("changing the root", _NUMBERS[MACHINE]["pivot_root"], b".", b".")
     _checked("detaching the old root", _call("umount2", b".", _DETACH))
     os.chdir("/")
+
+
+def set_host_name(name: str) -> None:
+    """Of this process's UTS namespace."""
+    _checked("naming the host", _call("sethostname", name.encode(), ctypes.c_size_t(len(name))))
 
 
 def die_with_parent() -> None:

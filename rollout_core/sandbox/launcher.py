@@ -153,12 +153,12 @@ class Launcher:
 
 def _reported(report: int) -> dict[str, Any]:
     """All that the first process has said."""
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     os.set_blocking(report, False)
     with contextlib.suppress(OSError):
         while packet := os.read(report, MOST_BYTES):
-            said |= json.loads(packet)
-    return said
+            found |= inside.said(packet.decode("utf-8", "replace"))
+    return found
 
 
 def main(config: dict[str, Any]) -> inside.Program | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import marshal
 import math
 import os
 import select
@@ -28,7 +29,7 @@ from typing import Any
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import raise_if_stopping
-from rollout_core.sandbox.inside import FOLDER, TEMPORARY
+from rollout_core.sandbox.inside import FOLDER, LENGTH_BYTES, TEMPORARY
 from rollout_core.sandbox.programs import LANGUAGES, Outcome, Program
 
 MODULES = (
@@ -270,7 +271,9 @@ def _payload(program: Program, setup: Setup) -> int:
         "files": [[name, 0o755 if body.startswith(b"#!") else 0o644, len(body)] for name, body in files.items()],
         **asdict(program.limits),
     }
-    return _memory_file([json.dumps(header).encode(), b"\n", *files.values()])
+    # The second version of the format is the same in every Python.
+    fields = marshal.dumps(header, 2)
+    return _memory_file([len(fields).to_bytes(LENGTH_BYTES, "little"), fields, *files.values()])
 
 
 class _Running:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import marshal
 import os
-import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -59,7 +58,7 @@ class Namespaces:
         """Of the first process: build the rest, start the program, watch it. Returns in the program alone."""
 
         def build(fields: dict[str, Any]) -> str:
-            socket.sethostname("sandbox")
+            kernel.set_host_name("sandbox")
             root.own_place(fields["disk_bytes"], inside.NUM_INODES)
             root.own_folders()
             fields["address_space"] = not root.own_processes()
