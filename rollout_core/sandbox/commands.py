@@ -33,7 +33,7 @@ _DOCKER = (
     "--name={name}",
     "--network=none",
     "--read-only",
-    "--tmpfs=/tmp:rw,exec,nosuid,nodev,size={disk_bytes}",
+    "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size={disk_bytes}",
     "--user=65534:65534",
     "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
@@ -49,7 +49,7 @@ PRESETS: Mapping[str, Sequence[str]] = {
     "docker": (*_DOCKER, "{image}", "python3", "-c", "{script}"),
     "gvisor": (*_DOCKER, "--runtime=runsc", "{image}", "python3", "-c", "{script}"),
 }
-SLACK_SECONDS = 15.0
+SLACK_SECONDS = 10.0
 """For a container to start; a program's own time is not known from outside."""
 READ_BYTES = 2**16
 SCRIPT = """
@@ -123,16 +123,18 @@ class CommandRunner:
         try:
             ended, stdout, stderr = _drained(process, _message(program), program)
         finally:
-            if self._command[0] == "docker" and process.poll() is None:
-                subprocess.run(["docker", "kill", name], capture_output=True, check=False, timeout=60)
+            if "run" in command and name in " ".join(command) and process.poll() is None:
+                # The container of docker or podman does not end with the command.
+                kill = [*command[: command.index("run")], "kill", name]
+                subprocess.run(kill, capture_output=True, check=False, timeout=60)
             process.kill()
             code = process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     with contextlib.suppress(OSError):
                         stream.close()
-        if code == 125 and self._command[0] == "docker":
-            raise Recoverable(f"docker did not run a program: {stderr.decode(errors='replace').strip()[-300:]}")
+        if code == 125 and "run" in command:
+            raise Recoverable(f"{command[0]} did not run a program: {stderr.decode(errors='replace').strip()[-300:]}")
         died_of = code - 128 if 128 < code < 128 + 65 else 0
         if died_of == signal.SIGXCPU:
             ended = ended or "cpu"

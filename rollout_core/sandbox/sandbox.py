@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.sandbox.commands import PRESETS, CommandRunner
 from rollout_core.sandbox.launching import Launcher, Refusal, Setup
 from rollout_core.sandbox.programs import Outcome, Program
 from rollout_core.sandbox.remote import RemoteRunner
-from rollout_core.sandbox.walls import Wall, Walls, found_by, probe, probe_program, refused
+from rollout_core.sandbox.walls import Wall, Walls, probe, probed, refused
 
 Kind = Literal["auto", "namespaces", "bubblewrap", "docker", "gvisor", "command", "http", "none"]
 AUTO: tuple[Kind, ...] = ("namespaces", "bubblewrap")
@@ -166,7 +166,14 @@ def opened(kind: Kind, settings: SandboxSettings) -> tuple[Runner, Walls]:
         lacking = command.lacking()
         if lacking is not None:
             return command, Walls(kind, (Wall(kind, False, lacking),))
-        return command, Walls(kind, tuple(found_by(command.run(probe_program()))))
+        try:
+            found = probed(command.run)
+        except Recoverable as error:
+            return command, Walls(kind, (Wall(kind, False, str(error)),))
+        if kind == "gvisor":  # its programs' calls never reach this machine's kernel
+            calls = Wall("system calls", True, "a kernel of gVisor's own")
+            found = [calls if wall.name == calls.name else wall for wall in found]
+        return command, Walls(kind, tuple(found))
     launcher = Launcher(_setup(kind, settings))
     if kind == "none":
         return launcher, Walls(kind, (Wall("none", False, 'sandbox = "none": programs run as this user'),))

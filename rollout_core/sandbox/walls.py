@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_core.base.errors import Recoverable
+from rollout_core.base.locks import scratch_folder
 from rollout_core.sandbox.launching import Launcher, Refusal
 from rollout_core.sandbox.programs import Limits, Outcome, Program
 
@@ -51,7 +52,7 @@ def probe(kind: str, launcher: Launcher) -> Walls:
     """Start a sandbox and have a program try its walls."""
     try:
         own = launcher.start()
-        found = found_by(launcher.run(probe_program()))
+        found = probed(launcher.run)
     except (Refusal, Recoverable) as refusal:
         return refused(kind, str(refusal))
     landlock = Wall(
@@ -69,10 +70,17 @@ def refused(kind: str, reason: str) -> Walls:
     return Walls(kind, (Wall("namespaces", False, f"{reason}{f'; {advice}' if advice else ''}"),))
 
 
-def probe_program() -> Program:
-    """What tries the walls."""
+def probed(run: Callable[[Program], Outcome]) -> list[Wall]:
+    """The walls of what runs programs. Raises Recoverable where the program that tries them does not get to say."""
+    with scratch_folder("sandbox-walls") as outside:
+        outside.chmod(0o755)  # so that only a wall hides it
+        return found_by(run(probe_program(outside)))
+
+
+def probe_program(folder: Path) -> Program:
+    """What tries the walls, of which ``folder`` is outside."""
     limits = (_LIMITS.memory_bytes, _LIMITS.processes, _LIMITS.disk_bytes)
-    outside = (os.getpid(), Path.cwd(), *limits)
+    outside = (os.getpid(), folder, *limits)
     source = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
     return Program(source=source, argv=[str(item) for item in outside], limits=_LIMITS)
 

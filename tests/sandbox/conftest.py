@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from rollout_core.sandbox import Sandbox
+from tests.support.machine import BUBBLEWRAP, require
 
 KINDS = ("namespaces", "bubblewrap")
 
 
 def opened(kind: str) -> Sandbox:
     """A sandbox of this kind; skips where this machine has none."""
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("no bubblewrap on this machine (apt-get install bubblewrap)")
+    if kind == "bubblewrap":
+        require(BUBBLEWRAP)
     sandbox = Sandbox(kind=kind)
     walls = sandbox.walls()
     if not walls.stand:

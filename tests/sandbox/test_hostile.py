@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,10 @@ import pytest
 
 from rollout_core.rewards.verifiers.code import CodeGrade, IoCase, grade_output, grade_tests
 from rollout_core.sandbox import Limits, Sandbox
+from rollout_core.sandbox.modes import _is_open_to_all
+from tests.sandbox.conftest import KINDS, opened
 from tests.sandbox.hostile import PYTHON, SECRET, SHELL, TESTS, UNIT_TESTED, Outside, Server, filled, start_process
+from tests.support import machine
 
 LIMITS = Limits(
     wall_seconds=1, cpu_seconds=0.6, memory_bytes=96 * 2**20, processes=12, output_bytes=2**16, disk_bytes=4 * 2**20
@@ -83,16 +86,6 @@ def expected() -> dict[str, float]:
     return {**dict.fromkeys(names, 0.0), "an honest program": 1.0}
 
 
-def require(kind: str, python: str | None = None) -> None:
-    """Skip where this machine has no such walls."""
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("no bubblewrap on this machine (apt-get install bubblewrap)")
-    with Sandbox(kind=kind, python=python) as sandbox:
-        walls = sandbox.walls()
-    if not walls.stand:
-        pytest.skip(f"this machine has no sandbox of kind {kind}: {'; '.join(walls.missing())}")
-
-
 def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
@@ -101,30 +94,35 @@ def test_there_are_enough_of_them():
     assert len(PYTHON) + len(SHELL) + len(UNIT_TESTED) > 80
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "bubblewrap"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_hostile_programs_score_nothing_and_change_nothing(kind: str, outside: Outside):
-    require(kind)
+    opened(kind).close()
     before, processes = outside.state(), children()
     assert scores(kind, None, outside) == expected()
     assert outside.state() == before
     assert children() <= processes
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "bubblewrap"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_so_it_is_for_an_unprivileged_user(kind: str, outside: Outside):
     if os.geteuid() != 0:
         pytest.skip("this is an unprivileged user already, as the test before has it")
-    python = None if os.stat(Path(sys.base_prefix)).st_uid else usable_python()
+    if kind == "bubblewrap":
+        machine.require(machine.BUBBLEWRAP)
+    python = usable_python()
+    (outside.folder / "temporary").mkdir()
+    (outside.folder / "temporary").chmod(0o777)
     before, processes = outside.state(), children()
-    found = as_nobody(lambda: nobodys_scores(kind, python, outside))
+    found = as_nobody(outside.folder / "temporary", lambda: nobodys_scores(kind, python, outside))
     if isinstance(found, str):
         pytest.skip(found)
     assert found == expected()
+    assert list((outside.folder / "temporary").iterdir()) == []
     assert outside.state() == before
     assert children() <= processes
 
 
-def nobodys_scores(kind: str, python: str, outside: Outside) -> dict[str, float] | str:
+def nobodys_scores(kind: str, python: str | None, outside: Outside) -> dict[str, float] | str:
     with Sandbox(kind=kind, python=python) as sandbox:
         walls = sandbox.walls()
     if not walls.stand:
@@ -132,20 +130,23 @@ def nobodys_scores(kind: str, python: str, outside: Outside) -> dict[str, float]
     return scores(kind, python, outside)
 
 
-def usable_python() -> str:
+def usable_python() -> str | None:
     """An interpreter that an unprivileged user may start: this one may lie in root's own folder."""
+    if _is_open_to_all(sys.base_prefix):
+        return None
     if not Path(SYSTEM_PYTHON).exists():
         pytest.skip("no interpreter on this machine that an unprivileged user may start")
     return SYSTEM_PYTHON
 
 
-def as_nobody(call: Callable[[], object]) -> object:
-    """What ``call`` returns, as JSON, in a process of an unprivileged user."""
+def as_nobody(temporary: Path, call: Callable[[], object]) -> object:
+    """What ``call`` returns, as JSON, in a process of an unprivileged user with this place for temporary files."""
     readable, writable = os.pipe()
     process = os.fork()
     if process == 0:
         try:
             os.close(readable)
+            tempfile.tempdir = str(temporary)
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)

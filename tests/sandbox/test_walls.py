@@ -24,6 +24,7 @@ from rollout_core.sandbox.commands import CommandRunner
 from rollout_core.sandbox.remote import RemoteRunner
 from rollout_core.sandbox.service import SandboxService
 from tests.conftest import PROJECT
+from tests.support.machine import BUBBLEWRAP, require
 
 CASE = Program(source="print('ran')", limits=Limits(wall_seconds=60))
 CLONE_NEWUSER = 0x10000000
@@ -36,9 +37,9 @@ def test_a_hostile_program_meets_every_wall(sandbox: Sandbox):
     assert all(wall.detail for wall in walls.walls)
 
 
-def test_a_program_without_walls_is_found_out():
+def test_a_program_without_walls_is_found_out(tmp_path: Path):
     """What tries the walls says of each that it is not there."""
-    program = walls_module.probe_program()
+    program = walls_module.probe_program(tmp_path)
     unwatched = replace(program, limits=replace(program.limits, processes=100))
     with Sandbox(kind="none") as sandbox:
         found = {wall.name: wall.stands for wall in walls_module.found_by(sandbox.run(unwatched))}
@@ -284,8 +285,9 @@ COMMAND = [
 
 
 def test_a_command_of_ones_own(namespaces: Sandbox):
-    if shutil.which("bwrap") is None or not Path("/usr/bin/python3").exists():
-        pytest.skip("no bubblewrap, or no Python of the system, to be the command")
+    require(BUBBLEWRAP)
+    if not Path("/usr/bin/python3").exists():
+        pytest.skip("no Python of the system")
     command = CommandRunner(COMMAND, "")
     assert command.lacking() is None
     limits = Limits(wall_seconds=60, output_bytes=1000)
