@@ -17,12 +17,12 @@ from rollout_core.rewards.kept import close_rewards
 from rollout_core.runs import reproduction
 from rollout_core.runs.reproduction import Plan, Step
 from tasks.agents import close_agents
-from tasks.runtime.connections import objects, storage_at
+from tasks.runtime.connections import objects, storage_at, working_folder
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal
 from tasks.runtime.stage import Stage
 
-MODULES = ("batch", "generate", "score", "learn", "partial_rollouts", "checkpoints", "promotion", "prompts", "agents")
+MODULES = ("batch", "generate", "score", "learn", "checkpoints", "promotion", "prompts", "agents")
 """Of `tasks`, those whose cached stages make results."""
 
 
@@ -34,7 +34,7 @@ def _stages() -> Mapping[str, Stage[..., Any]]:
 def plan_reproduction(source: ObjectStore, content: ContentId) -> Plan:
     """`rollout_core.runs.reproduction.plan_reproduction` by the stages of this version."""
     known = {name: stage.recorded_call for name, stage in _stages().items()}
-    return reproduction.plan_reproduction(source, content, known)
+    return reproduction.plan_reproduction(source, content, known, working_folder())
 
 
 @flow(name="reproduce", flow_run_name="reproduce-{content}", persist_result=False)

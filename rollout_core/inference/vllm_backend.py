@@ -311,7 +311,10 @@ class VLLMEngine(GathersStream):
         with self._death_is_recoverable(), self._watch.waiting(self._config.start_timeout_seconds):
             if self._is_asleep:
                 self._llm.wake_up(tags=["weights"])
-            self._llm.collective_rpc("reload_in_place", args=(str(model.folder),))
+            if self._device == "cuda":
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
+            else:  # a method of the extension, which workers on a CPU alone have
+                self._llm.collective_rpc("reload_in_place", args=(str(model.folder),))
             if self._is_asleep:
                 # Last, for loading takes memory of its own.
                 self._llm.wake_up(tags=["kv_cache"])

@@ -6,14 +6,13 @@ import logging
 import math
 import sys
 import threading
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
-from rollout_core.base.ids import canonical_json
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.processes import Limits
 from rollout_core.config.rewards import (
@@ -28,6 +27,7 @@ from rollout_core.config.rewards import (
     plain_rewards,
 )
 from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
+from rollout_core.rewards.answers import comparable, written
 from rollout_core.rewards.call_forms import CallForm, load_function
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
@@ -237,23 +237,8 @@ def _exact_match(spec: ExactMatchReward, sample: RewardInput) -> float:
     if spec.answer_key not in sample.extras:
         raise ConfigError(f"the prompt's row has no {spec.answer_key!r}; {near(spec.answer_key, sample.extras)}")
     answer = sample.extras[spec.answer_key]
-    return float(_compared(spec, sample.completion) in {_compared(spec, text) for text in _texts(answer)})
-
-
-def _texts(answer: Any) -> list[str]:
-    """The ways that an answer may be written. A whole number of a column with gaps is a float: pandas makes it one."""
-    text = answer if isinstance(answer, str) else canonical_json(answer).decode()
-    if isinstance(answer, float) and answer.is_integer():
-        return [text, str(int(answer)), repr(answer)]
-    return [text]
-
-
-def _compared(spec: ExactMatchReward, text: str) -> str:
-    text = unicodedata.normalize("NFC", text)
-    if spec.strip:
-        text = text.strip()
-    # Folding case may take a composed character apart.
-    return unicodedata.normalize("NFC", text.casefold()) if spec.ignore_case else text
+    same = partial(comparable, strip=spec.strip, ignore_case=spec.ignore_case)
+    return float(same(sample.completion) in map(same, written(answer)))
 
 
 class RewardProcess:

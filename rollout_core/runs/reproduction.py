@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout_core.base.determinism import arithmetic
@@ -51,6 +52,8 @@ class Plan:
     """Why it cannot be done."""
     notes: Sequence[str]
     """What differs here from where it was made, and may make other ids."""
+    base: Path | None = None
+    """Where relative files of rewards are; None: the working directory."""
 
     @property
     def numerics(self) -> str:
@@ -63,7 +66,9 @@ class Plan:
         return found.pop() if found else "native"
 
 
-def plan_reproduction(source: ObjectStore, content: ContentId, stages: Mapping[str, ReadCall]) -> Plan:
+def plan_reproduction(
+    source: ObjectStore, content: ContentId, stages: Mapping[str, ReadCall], base: Path | None = None
+) -> Plan:
     """How to make ``content`` again, from the records of ``source``, by ``stages``. Raises NotFound where none made it.
 
     Where several calls made the same, it is the last one that can be made again.
@@ -72,7 +77,7 @@ def plan_reproduction(source: ObjectStore, content: ContentId, stages: Mapping[s
     for maker in reversed(makers_of(source, content)):
         recorded = [lineage for lineage in in_order(trace_makers(source, [maker])) if lineage.stage in stages]
         if recorded:
-            plans.append(_plan(source, recorded, stages))
+            plans.append(_plan(source, recorded, stages, base))
             if not plans[-1].problems:
                 return plans[-1]
     if not plans:
@@ -80,7 +85,7 @@ def plan_reproduction(source: ObjectStore, content: ContentId, stages: Mapping[s
     return plans[0]
 
 
-def _plan(source: ObjectStore, recorded: Sequence[Lineage], stages: Mapping[str, ReadCall]) -> Plan:
+def _plan(source: ObjectStore, recorded: Sequence[Lineage], stages: Mapping[str, ReadCall], base: Path | None) -> Plan:
     # A result may pass on what it was made of, such as an evaluation its model.
     inputs = {lineage.key: set(lineage.inputs_named()) for lineage in recorded}
     made = {output for lineage in recorded for output in lineage.outputs if output not in inputs[lineage.key]}
@@ -98,10 +103,10 @@ def _plan(source: ObjectStore, recorded: Sequence[Lineage], stages: Mapping[str,
             problems.append(f"{_title(lineage)}: {error}")
     for step in steps:
         try:
-            hold_code(source, step)
+            hold_code(source, step, base)
         except (ConfigError, MissingObject) as error:
             problems.append(f"{step.title}: {error}")
-    return Plan(steps, list(first), problems, _differences(recorded))
+    return Plan(steps, list(first), problems, _differences(recorded), base)
 
 
 def _title(lineage: Lineage) -> str:
@@ -122,15 +127,15 @@ def _gone(source: ObjectStore, lineage: Lineage, made: set[ContentId]) -> list[s
     ]
 
 
-def hold_code(source: ObjectStore, step: Step) -> None:
-    """Have the filed code of a step's reward run, whatever its files are by now. Raises ConfigError where it is not the
-    code of the step."""
+def hold_code(source: ObjectStore, step: Step, base: Path | None) -> None:
+    """Have the filed code of a step's reward run, whatever its files under ``base`` are by now. Raises ConfigError
+    where it is not the code of the step."""
     reward: RewardSpec | None = step.inputs.get(REWARD)
     wanted = step.inputs.get(REWARD_SOURCE)
     if reward is None or wanted is None:
         return
     filed = {name: UserCode.from_document(source.get_json(blob)) for name, blob in code_behind(source, wanted).items()}
-    if hold_source(reward, filed) != wanted:
+    if hold_source(reward, filed, base) != wanted:
         raise ConfigError(f"the filed code of its reward is not that of {ContentId(wanted).short}")
 
 
@@ -166,7 +171,7 @@ def reproduce(
             SnapshotStore(source).copy(content, target)
     same: list[str] = []
     for step in plan.steps:
-        hold_code(source, step)
+        hold_code(source, step, plan.base)
         there, here = list(step.lineage.outputs), list(call(step))
         if here != there:
             return {"same": same, "difference": {"stage": step.title, "there": there, "here": here}}

@@ -288,6 +288,19 @@ def test_the_canary_catches_an_engine_with_other_weights(
     assert_alike(vllm_engine.generate(asked), expected)
 
 
+def test_on_a_gpu_vllm_itself_reloads_weights(vllm_engine, small, other_small, monkeypatch):
+    """Its workers have no extension of ours. No GPU is needed to see which method they are asked for."""
+    asked = []
+    monkeypatch.setattr(vllm_engine, "_device", "cuda")
+    monkeypatch.setattr(vllm_engine._llm, "collective_rpc", lambda method, **more: asked.append((method, more)))
+    monkeypatch.setattr(vllm_engine, "_check_parity", lambda: None)
+    vllm_engine.update_weights(other_small)
+    assert asked == [("reload_weights", {"kwargs": {"weights_path": str(other_small.folder)}})]
+    monkeypatch.undo()
+    vllm_engine._suspect = True
+    vllm_engine.update_weights(small)
+
+
 def test_weights_that_cannot_be_loaded_leave_the_engine_in_doubt_until_others_are(
     vllm_engine, small, other_small, tokenizer, tmp_path
 ):

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,7 +18,8 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.config.verifiers import Extraction
 from rollout_core.rewards import RewardInput, load_reward, score, source_id
-from rollout_core.rewards.verifiers.extraction import boxed, code_or_all, extract
+from rollout_core.rewards.scoring import judge
+from rollout_core.rewards.verifiers.extraction import boxed, code_blocks, code_or_all, extract
 from rollout_core.rewards.verifiers.instructions import CHECKS, count_sentences
 from rollout_core.rewards.verifiers.process import verifier_of
 
@@ -52,6 +54,11 @@ def verified(
         ("a </answer>", {"take": "between", "start": "<answer>", "end": "</answer>"}, None),
         ("x\n```python\nprint(1)\n```\ny\n~~~\nz\n~~~\n", {"take": "code"}, "z"),
         ("x\n```python\nprint(1)\n```\ny\n```js\nz\n```\n", {"take": "code", "language": "Python"}, "print(1)"),
+        ("```py\r\na\r\n  b\r\n```", {"take": "code", "language": "python"}, "a\n  b"),
+        ("<think>```cpp\nx\n```", {"take": "code", "language": "c++"}, "x"),
+        ("1.\n   ```python3\n   if x:\n     y\n   ```", {"take": "code", "language": "python"}, "if x:\n  y"),
+        ("```python\nnever closed", {"take": "code"}, None),
+        ("    ```\n", {"take": "pattern", "pattern": r"^(a|aa)+$"}, None),
         ("````\n```\ninner\n```\n````", {"take": "code"}, "```\ninner\n```"),
         ("A: 1\nA: 2", {"take": "pattern", "pattern": r"A: (\d)"}, "2"),
         ("A: 1\nB", {"take": "pattern", "pattern": "A.*B"}, "A: 1\nB"),
@@ -76,13 +83,17 @@ def test_an_extraction_that_means_nothing_is_refused(wanted: dict[str, Any], mes
         Extraction(**wanted)
 
 
-def test_boxes_are_found_in_linear_time():
+def test_boxes_and_fences_are_found_in_linear_time():
+    assert code_or_all("`" * 50_000 + "\n" * 50_000, None) is not None
+    assert list(code_blocks("```\n" * 100_001)) == [""] * 50_000
     assert boxed(r"\boxed{" * 50_000) == boxed("{" * 10**6) == []
 
 
 def test_without_a_wish_a_fenced_block_is_taken_where_there_is_one():
     assert code_or_all("text\n```sql\nselect 1\n```", None, "sql") == "select 1"
-    assert code_or_all(" select 1 ", None, "sql") == "select 1"
+    assert code_or_all("text\n```sqlite\nselect 1\n```", None, "sql") == "select 1"
+    assert code_or_all("text\n```text\nselect 1\n```", None, "sql") == "select 1"
+    assert code_or_all("\nselect 1\n", None, "sql") == "select 1"
 
 
 # -- mathematics -----------------------------------------------------------------------------------------------------
@@ -108,6 +119,16 @@ def test_without_a_wish_a_fenced_block_is_taken_where_there_is_one():
         (["3", "7"], r"\boxed{7}", 1),
         ("2", r"\boxed{1} and then \boxed{2}", 1),
         ("1", r"\boxed{1} and then \boxed{2}", 0),
+        (2.5e-05, r"\boxed{0.000025}", 1),
+        (2.5e-05, r"\boxed{-5+2.5e}", 0),
+        (1e22, r"\boxed{10000000000000000000000}", 1),
+        ("1e3", r"\boxed{1000}", 1),
+        ("1000", r"\boxed{1e3}", 1),
+        ("12 dollars", "It costs 12.", 1),
+        ("-1", "It is \N{MINUS SIGN}1.", 1),
+        ("5", "It is \N{FULLWIDTH DIGIT FIVE}.", 1),
+        (r"\frac{3\pi}{4}", r"\boxed{0.75\pi}", 1),
+        ("sqrt(2)", r"\boxed{\sqrt{2}}", 1),
         ("3", "", 0),
         ("3", "no number at all", 0),
     ],
@@ -126,7 +147,14 @@ def test_the_extraction_decides_what_is_compared():
     assert verified("2", "math", extras={"answer": 2}, extract=tags) == 0
 
 
-@pytest.mark.parametrize("answer", [None, True, {"a": 1}, "", float("nan")])
+@pytest.mark.parametrize("said", ["72", "72.", "**72**", "72 clips", "The answer is 72", "$72$", r"\(72\)"])
+def test_an_answer_after_a_marker_is_read_however_it_is_dressed(said: str):
+    marker = {"take": "after", "marker": "####"}
+    assert verified(f"So 70 + 2.\n#### {said}", "math", extras={"answer": "72"}, extract=marker) == 1
+    assert verified(f"So 70 + 2.\n#### {said}", "math", extras={"answer": "73"}, extract=marker) == 0
+
+
+@pytest.mark.parametrize("answer", ["east", "no", "AB", None, True, {"a": 1}, "", float("nan")])
 def test_a_row_whose_answer_is_no_mathematics_is_named(answer: Any):
     with pytest.raises(ConfigError, match="the row's 'answer'"):
         verified("1", "math", extras={"answer": answer})
@@ -145,6 +173,7 @@ def test_a_row_whose_answer_is_no_mathematics_is_named(answer: Any):
         ({"pattern": r"answer: (\w+)", "answer_key": "answer"}, "answer: Yes, answer: no", {"answer": "Yes"}, 0),
         ({"pattern": r"ANSWER: (\w+)", "answer_key": "a", "ignore_case": True}, "answer: yes", {"a": "YES"}, 1),
         ({"pattern": "x", "extract": {"take": "boxed"}}, "x", {}, 0),
+        ({"pattern": r"(\d+)", "answer_key": "a"}, "it is 12", {"a": 12.0}, 1),
     ],
 )
 def test_a_pattern_is_looked_for(keys: dict[str, Any], completion: str, extras: dict[str, Any], reward: float):
@@ -176,6 +205,7 @@ PERSON = {
         ('{"name": "Ada", "age": NaN}', 0, 0),
         ("[1]", 0, 0),
         ("{" * 100_000, 0, 0),
+        ("[" * 3_000 + "]" * 3_000, 0, 0),
         ("not JSON", 0, 0),
     ],
 )
@@ -219,6 +249,7 @@ def shop(tmp_path: Path) -> Path:
         ("select item from (select item, price from sales order by price)", "select item from sales", 1),
         ([["tea", 2], ["cake", 1]], "select item, count(*) from sales group by item", 1),
         ("select 1", "drop table sales", 0),
+        ("select value from json_each('[1, 2]')", "select 1 union all select 2", 1),
         ("select 1", "select 1; drop table sales", 0),
         ("select 1", "attach database '/etc/passwd' as p", 0),
         ("select 1", "pragma writable_schema = 1", 0),
@@ -412,6 +443,36 @@ def test_they_count_in_a_composite_with_weights():
         assert score(reward, [RewardInput("p", text, {"answer": 2}) for text in texts]) == [1.5, 1.0, 0.5]
     finally:
         reward.close()
+
+
+def test_numbers_beyond_floats_and_values_nested_without_end_cost_their_own_sample():
+    tree = {"$ref": "#/$defs/node", "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}}
+    deep = "[" * 400 + "]" * 400
+    reward = load_reward(spec_of("schema", schema_key="s"))
+    rows = [("1e400", {"type": "number", "multipleOf": 0.1}), (deep, tree), ("[]", tree), ("1", {"$ref": "#/nothing"})]
+    try:
+        found = judge(reward, [RewardInput("p", text, {"s": schema}) for text, schema in rows])
+    finally:
+        reward.close()
+    assert found[:3] == [0, 0, 1] and isinstance(found[3], Fatal) and "failed on sample 3" in str(found[3])
+
+
+def test_a_database_whose_rows_stand_in_a_log_is_refused(shop: Path):
+    with closing(sqlite3.connect(shop / "shop.db")) as connection:
+        connection.execute("pragma journal_mode = wal")
+        connection.execute("insert into sales values ('pie', 2)")
+        connection.commit()
+        with pytest.raises(ConfigError, match="wal_checkpoint"):
+            verified("select 1", "sql", shop, {"query": "select 1"}, database="shop.db")
+
+
+def test_a_large_sort_writes_no_file(shop: Path):
+    query = (
+        "with recursive n(i) as (select 1 union all select i + 1 from n where i < 300000) select i from n order by -i"
+    )
+    before = psutil.disk_usage("/var/tmp").used
+    assert verified(query, "sql", shop, {"query": "select 1"}, database="shop.db") == 0
+    assert psutil.disk_usage("/var/tmp").used - before < 10_000_000
 
 
 def test_a_row_without_the_answer_is_named():

@@ -55,9 +55,7 @@ FISH = Tool("fish", lambda: shutil.which("fish"), "completion in fish", "apt-get
 SYSTEMD = Tool(
     "systemd-analyze", lambda: shutil.which("systemd-analyze"), "keys of the systemd units", "apt-get install systemd"
 )
-BUBBLEWRAP = Tool(
-    "bubblewrap", lambda: shutil.which("bwrap"), "sandboxes by bubblewrap", "apt-get install bubblewrap"
-)
+BUBBLEWRAP = Tool("bubblewrap", lambda: shutil.which("bwrap"), "sandboxes by bubblewrap", "apt-get install bubblewrap")
 ROOT = Tool("root", _root, "a file system that is full", "run the tests as root")
 
 TOOLS = (POSTGRES, CHROMIUM, DOT, ZSH, FISH, SYSTEMD, BUBBLEWRAP, ROOT)

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_core.base.errors import Fatal, Recoverable, error_of
@@ -83,7 +83,8 @@ class Child:
 
     Calls take turns. A child that was ended by a call that failed starts anew with the next one.
     ``on_line`` gets the lines that the code writes. ``prepare`` gets every new process ready: it is given what asks it,
-    as `call` does, before any call gets through. A process that it raises for is ended.
+    as `call` does, before any call gets through, and within ``prepare_seconds`` (default: as a call). A process that it
+    raises for is ended.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class Child:
         *,
         on_line: Callable[[str], None] = log.info,
         prepare: Callable[[Callable[[Any], Any]], object] = lambda ask: None,
+        prepare_seconds: float | None = None,
     ) -> None:
         self._handler = handler
         self._prepare = prepare
         self._limits = limits or Limits()
+        self._preparing = self._limits if prepare_seconds is None else replace(self._limits, seconds=prepare_seconds)
         self._on_line = on_line
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -114,7 +117,7 @@ class Child:
         ``prepare`` raises.
         """
         with self._lock:
-            return self._ask(self._running(), request)
+            return self._ask(self._running(), request, self._limits)
 
     def start(self) -> None:
         """Start it and get it ready where it does not run. Raises what ``prepare`` does."""
@@ -127,15 +130,15 @@ class Child:
         self._close()
         process = self._process = _start(self._handler, self._limits)
         try:
-            self._prepare(lambda request: self._ask(process, request))
+            self._prepare(lambda request: self._ask(process, request, self._preparing))
         except BaseException:
             self._close()
             raise
         return process
 
-    def _ask(self, process: _Process, request: Any) -> Any:
+    def _ask(self, process: _Process, request: Any, limits: Limits) -> Any:
         try:
-            answer = _Call(process, self._limits, self._on_line).run(request)
+            answer = _Call(process, limits, self._on_line).run(request)
         except BaseException:
             self._close()  # also on a signal: an answer to come would be taken for that of the next call
             raise

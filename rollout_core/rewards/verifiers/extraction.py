@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import dedent
 
 import regex
 
 from rollout_core.config.verifiers import Extraction
 
-FENCED = r"^[ \t]*(`{3,}|~{3,})[ \t]*(?<language>[\w+#.-]*)[^\n]*\n(?<code>.*?)^[ \t]*\1[ \t]*$"
-"""A fenced block of Markdown, from line to line."""
+PATTERN_SECONDS = 10.0
+"""For one completion; what takes longer has no answer."""
+_FENCE = regex.compile(r"[ \t]*(?<marks>`{3,}+|~{3,}+)[ \t]*+(?<language>[^\s`]*+)[^`]*+")
+ALIASES = {
+    "py": "python", "python3": "python", "py3": "python",
+    "js": "javascript", "node": "javascript",
+    "cpp": "c++", "cc": "c++", "cxx": "c++",
+    "shell": "sh", "zsh": "bash",
+    "sqlite": "sql", "sqlite3": "sql", "mysql": "sql", "postgresql": "sql",
+    "jsonc": "json", "json5": "json",
+    "rscript": "r", "jl": "julia", "rb": "ruby", "pl": "perl",
+}  # fmt: skip
+"""Other names of languages on fenced blocks."""
 
 
 def extract(completion: str, wanted: Extraction) -> str | None:
-    """The answer, without white space around it; None where the completion has none."""
-    found = list(_parts(completion, wanted))
+    """The answer, without white space around it (of code: without empty lines); None where the completion has none."""
+    try:
+        found = list(_parts(completion, wanted))
+    except TimeoutError:
+        return None
     if not found:
         return None
-    return found[-1 if wanted.which == "last" else 0].strip()
+    answer = found[-1 if wanted.which == "last" else 0]
+    return answer.strip("\n") if wanted.take == "code" else answer.strip()
 
 
 def _parts(text: str, wanted: Extraction) -> Iterator[str]:
@@ -37,7 +53,7 @@ def _parts(text: str, wanted: Extraction) -> Iterator[str]:
             yield from code_blocks(text, wanted.language)
         case "pattern":
             assert wanted.pattern is not None, "validated"
-            for found in regex.finditer(wanted.pattern, text, regex.DOTALL):
+            for found in regex.finditer(wanted.pattern, text, regex.DOTALL, timeout=PATTERN_SECONDS):
                 yield (found[1] if found.re.groups else found[0]) or ""
 
 
@@ -65,15 +81,31 @@ def boxed(text: str) -> list[str]:
 
 
 def code_blocks(text: str, language: str | None = None) -> Iterator[str]:
-    """The contents of fenced blocks; with ``language``, of those that name it or none."""
-    for block in regex.finditer(FENCED, text, regex.DOTALL | regex.MULTILINE):
-        if language is None or block["language"].lower() in ("", language.lower()):
-            yield block["code"]
+    """The contents of fenced blocks, without what indents all of a block; with ``language``, of those that name it, in
+    any of its names, or none."""
+    wanted = None if language is None else _language(language)
+    marks, named, lines = "", "", list[str]()
+    for line in text.replace("\r\n", "\n").split("\n"):
+        fence = _FENCE.fullmatch(line) or (None if marks else _FENCE.fullmatch(line[max(0, line.find("```")) :]))
+        if not marks and fence is not None:
+            marks, named, lines = fence["marks"], fence["language"], []
+        elif marks and fence is not None and fence["marks"].startswith(marks) and not fence["language"]:
+            if wanted is None or _language(named) in ("", wanted):
+                yield dedent("".join(lines))
+            marks = ""
+        elif marks:
+            lines.append(line + "\n")
+
+
+def _language(name: str) -> str:
+    name = name.lower().strip("{}.")
+    return ALIASES.get(name, name)
 
 
 def code_or_all(completion: str, wanted: Extraction | None, language: str | None = None) -> str | None:
-    """As `extract`; without a wish the last fenced block, or the whole completion where it has no block."""
+    """As `extract`; without a wish the last fenced block in ``language`` or none, or the last one at all, or the whole
+    completion where it has no block."""
     if wanted is not None:
         return extract(completion, wanted)
-    blocks = list(code_blocks(completion, language))
-    return (blocks[-1] if blocks else completion).strip()
+    blocks = list(code_blocks(completion, language)) or list(code_blocks(completion))
+    return blocks[-1].strip("\n") if blocks else completion.strip("\n")

@@ -133,6 +133,8 @@ def _words(text: str, number: int, relation: str) -> bool:
 
 
 def _paragraph_first_word(text: str, number: int, nth: int, first_word: str) -> bool:
+    if nth < 1:
+        raise ConfigError(f"nth_paragraph of an instruction is {nth}; expected 1 or more")
     paragraphs = text.split("\n\n")
     found = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if nth > found or found != number or not (words := paragraphs[nth - 1].split()):

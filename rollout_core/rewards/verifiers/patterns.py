@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import regex
 
 from rollout_core.config.verifiers import RegexReward
+from rollout_core.rewards.answers import comparable, written
 from rollout_core.rewards.verifiers.extraction import extract
 
 
@@ -23,5 +25,5 @@ def regex_reward(spec: RegexReward, completion: str, extras: Mapping[str, Any]) 
         found = list(pattern.finditer(answer))
     if not found or spec.answer_key is None:
         return float(bool(found))
-    got, wanted = (found[-1][1] or "").strip(), str(extras[spec.answer_key]).strip()
-    return float(got.casefold() == wanted.casefold() if spec.ignore_case else got == wanted)
+    same = partial(comparable, ignore_case=spec.ignore_case)
+    return float(same(found[-1][1] or "") in map(same, written(extras[spec.answer_key])))

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable, in_words, near
 from rollout_core.base.ids import ContentId
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.processes import Limits
@@ -29,6 +29,8 @@ from rollout_core.rewards.scoring import RewardInput, places
 CHUNK = 32
 """Answers of one request: what has to be verified again after one of them ended the process."""
 MAX_PROCESSES = 4
+LOAD_SECONDS = 300.0
+"""For a process to import what it verifies with, such as SymPy, which a busy machine may take long for."""
 _SPECS: TypeAdapter[Verified] = TypeAdapter(Verified)
 
 Verifier = Callable[[str, dict[str, Any]], float]
@@ -48,8 +50,12 @@ class VerifierProcesses:
         self._spec = spec
         self._base = base
         self._files = files
+        self._states: dict[str, tuple[int, int, int]] = {}
+        """Of files that were found to hold what they should."""
         self._on_line = on_line
-        limits = Limits(seconds=spec.timeout_seconds, memory_bytes=spec.memory_mb * 2**20, processes=4)
+        limits = Limits(
+            seconds=spec.timeout_seconds, memory_bytes=spec.memory_mb * 2**20, processes=4, address_space=True
+        )
         self._children = [
             Child("rollout_core.rewards.verifiers.process:handle", limits, on_line=on_line, prepare=self._load)
             for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
@@ -96,7 +102,11 @@ class VerifierProcesses:
 
     def _check_files(self) -> None:
         for name, wanted in self._files.items():
-            if hash_file(self._base / name).content_id != wanted:
+            found = (self._base / name).stat()
+            state = (found.st_ino, found.st_size, found.st_mtime_ns)
+            if self._states.get(name) != state and hash_file(self._base / name).content_id == wanted:
+                self._states[name] = state
+            if self._states.get(name) != state:
                 raise Fatal(
                     f"reward {self._spec.kind}: {name} was changed since the run began, so that no score was kept; "
                     "start the run again to score with it as it is now"
@@ -175,3 +185,5 @@ def _verified(
             yield verify(completion, extras)
         except ConfigError as error:
             yield str(error)
+        except Exception as error:  # noqa: BLE001 - what a library raises for a row or an answer concerns that one alone
+            yield in_words(error)

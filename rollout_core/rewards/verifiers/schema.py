@@ -25,9 +25,12 @@ def schema_reward(spec: SchemaReward, completion: str, extras: Mapping[str, Any]
         value = json.loads(text or "", parse_constant=_no_number)
     except (ValueError, RecursionError):
         return 0.0
-    if validator.is_valid(value):
-        return 1.0
-    return _share(validator, value) / 2 if spec.share else 0.0
+    try:
+        if validator.is_valid(value):
+            return 1.0
+        return _share(validator, value) / 2 if spec.share else 0.0
+    except (RecursionError, OverflowError):  # too deep to be looked at, or a number beyond all floats
+        return 0.0
 
 
 def _no_number(constant: str) -> NoReturn:

@@ -43,13 +43,23 @@ def sql_reward(spec: SqlReward, completion: str, extras: Mapping[str, Any]) -> f
 
 @contextlib.contextmanager
 def _opened(database: Path) -> Iterator[sqlite3.Connection]:
-    """The file, from which queries may read and nothing else: no other file, no pragma, no extension."""
+    """The file, from which queries may read and nothing else: no other file, no pragma, no extension. Raises
+    ConfigError where rows of it stand in another file."""
+    log = database.with_name(f"{database.name}-wal")
+    if log.exists() and log.stat().st_size:
+        raise ConfigError(
+            f"database {database} has rows in {log.name} that are not in it yet; run `pragma wal_checkpoint(truncate)` "
+            "on it, or close what writes to it"
+        )
     try:
         # immutable: neither a lock nor a journal is made in its folder.
         connection = sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     except sqlite3.Error as error:
         raise ConfigError(f"database {database} cannot be opened: {error}") from None
     with contextlib.closing(connection):
+        connection.execute("pragma temp_store = memory")  # or a large sort would fill the disk
+        connection.execute("select * from json_each('[]')")  # so that its table is known before writing is forbidden
+        connection.execute("select * from json_tree('[]')")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.text_factory = lambda text: text.decode(errors="surrogateescape")
@@ -68,7 +78,10 @@ def _wanted(spec: SqlReward, connection: sqlite3.Connection, answer: Any) -> tup
             raise ConfigError(f"the row's {spec.answer_key!r}, {shown(answer)}, fails: {error}") from None
     if not isinstance(answer, Sequence) or not all(isinstance(row, list | tuple) for row in answer):
         raise ConfigError(f"the row's {spec.answer_key!r} is {shown(answer)}; expected a query, or a list of rows")
-    return [_comparable(row) for row in answer], False
+    rows = [_comparable(row) for row in answer]
+    if any(isinstance(value, list | dict) for row in rows for value in row):
+        raise ConfigError(f"the row's {spec.answer_key!r} is {shown(answer)}; expected rows of plain values")
+    return rows, False
 
 
 def _rows(connection: sqlite3.Connection, query: str) -> list[Row]:
