@@ -14,6 +14,7 @@ PACKAGES = {
     "rollout_core.models": "model folders",
     "rollout_core.objects": "content, snapshots, records, lineage",
     "rollout_core.rewards": "rewards",
+    "rollout_core.sandbox": "a sandbox for programs of others",
     "rollout_core.store": "the LightningStore: rollouts, attempts, spans, resources",
     "rollout_core.agents": "agents, runners, tracers, adapters, the trainer",
     "tasks": "stages: retried, cached by content",

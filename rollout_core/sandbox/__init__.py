@@ -4,10 +4,10 @@
 what runs it: `launching`, by the launcher (`launcher`, `modes`, `root`, `inside`, `kernel`, `call_filter`, all of the
 standard library alone); `commands`, by docker or another command; `remote`, by a `service` on another machine. `walls`
 has a hostile program, `probe`, try them.
+
+Names are imported when they are first used.
 """
 
-from rollout_core.sandbox.programs import LANGUAGES, Limits, Outcome, Program
-from rollout_core.sandbox.sandbox import Sandbox, SandboxSettings
-from rollout_core.sandbox.walls import Wall, Walls
+import lazy_loader
 
-__all__ = ["LANGUAGES", "Limits", "Outcome", "Program", "Sandbox", "SandboxSettings", "Wall", "Walls"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

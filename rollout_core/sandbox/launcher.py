@@ -21,10 +21,10 @@ import select
 import signal
 import socket
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from rollout_core.sandbox import inside
-from rollout_core.sandbox.modes import MODES, Mode
+from rollout_core.sandbox import inside, modes
 
 MOST_BYTES = 4096
 """Of a packet."""
@@ -51,6 +51,20 @@ class Run:
         if self.ended is None:
             self.ended = reason
             os.kill(self.pid, signal.SIGKILL)
+
+
+class Mode(Protocol):
+    """How programs are put behind walls."""
+
+    walls: list[str]
+
+    def fork(self) -> int:
+        """Make a program's first process; 0 in it."""
+        ...
+
+    def begin(self, header: dict[str, Any], descriptors: inside.Descriptors) -> inside.Program:
+        """Of the first process; returns in the program alone."""
+        ...
 
 
 class Launcher:
@@ -159,6 +173,13 @@ def _reported(report: int) -> dict[str, Any]:
         while packet := os.read(report, MOST_BYTES):
             found |= inside.said(packet.decode("utf-8", "replace"))
     return found
+
+
+MODES: dict[str, Callable[[dict[str, Any]], Mode]] = {
+    "namespaces": modes.Namespaces,
+    "bubblewrap": modes.Bubblewrap,
+    "none": modes.Bare,
+}
 
 
 def main(config: dict[str, Any]) -> inside.Program | None:

@@ -117,8 +117,5 @@ def remedy() -> str:
         if is_off(value):
             return advice
     if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
-        return (
-            "in a container: start it with --security-opt seccomp=unconfined --security-opt systempaths=unconfined, or "
-            "name a sandbox outside by kind http"
-        )
+        return "in a container: start it with --security-opt seccomp=unconfined, or name a sandbox outside by kind http"
     return ""

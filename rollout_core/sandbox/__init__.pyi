@@ -1,0 +1,14 @@
+from .programs import (
+    LANGUAGES as LANGUAGES,
+    Limits as Limits,
+    Outcome as Outcome,
+    Program as Program,
+)
+from .sandbox import (
+    Sandbox as Sandbox,
+    SandboxSettings as SandboxSettings,
+)
+from .walls import (
+    Wall as Wall,
+    Walls as Walls,
+)
