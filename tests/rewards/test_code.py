@@ -213,6 +213,48 @@ def sorted(x): return [3]
     assert graded(sandbox, source, *tests).passed == (False,) * 9
 
 
+def test_objects_are_of_use_where_the_tests_name_a_class(sandbox: Sandbox):
+    source = """
+class Box(list):
+    def holds(self, x): return True
+class Plain:
+    def holds(self, x): return True
+    def __contains__(self, x): return True
+    def __sub__(self, x): return 0
+    def __len__(self): return 3
+def f(x): return Plain()
+def pairs(n): return zip(range(n), range(n))
+def adder(n): return lambda x: x + n
+"""
+    plain = ["assert f(1).holds(3)", "assert 3 in f(1)", "assert len(f(1)) == 3", "assert f(1)", "assert f(1) - 3 == 0"]
+    useful = ["assert list(pairs(2)) == [(0, 0), (1, 1)] and adder(2)(3) == 5 and f.__name__ == 'f'"]
+    assert graded(sandbox, source, *plain, *useful).passed == (False,) * 5 + (True,)
+    # With a class in the tests, methods are the program's; what computes with plain values still is not.
+    named = [f"p = Plain()\n{text}" for text in plain]
+    assert graded(sandbox, source, *named).passed == (True, True, True, True, False)
+    assert graded(sandbox, source, *plain, objects=True).passed == (True, True, True, True, False)
+    assert graded(sandbox, source, *named, objects=False).passed == (False,) * 5
+    # An exception of ours is none of the program's.
+    expecting = "try:\n    f(1) < 3\nexcept Exception:\n    pass\nelse:\n    assert False"
+    assert not graded(sandbox, source, expecting, objects=True).all_passed
+
+
+def test_names_that_judge_are_not_the_programs(sandbox: Sandbox):
+    source = """
+import math as m
+class math:
+    isclose = staticmethod(lambda *x: True)
+def isclose(*x): return True
+def gcd(a, b): return m.gcd(a, b)
+"""
+    tests = [
+        "assert isclose(1, 2)",
+        "assert math.isclose(1, 2)",
+        "assert gcd(4, 6) == 2 and math.gcd(4, 6) == 2 and m.pi > 3",
+    ]
+    assert graded(sandbox, source, *tests).passed == (False, False, True)
+
+
 def test_a_program_that_hangs_in_one_test_is_started_anew_for_the_others(sandbox: Sandbox):
     source = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    return x"
     tests = ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2"]

@@ -469,7 +469,11 @@ import unittest
 class T(unittest.TestCase):
     def test_it(self):
         self.assertEqual(f(1), {TESTS_SECRET})
+        self.assertAlmostEqual(f(1), {TESTS_SECRET})
 """,
+    f"assert abs(f(1) - {TESTS_SECRET}) < 1e-6",
+    f"assert isclose(f(1), {TESTS_SECRET}) and math.isclose(f(1), {TESTS_SECRET})",
+    f"assert {TESTS_SECRET} in [f(1)] and str(f(1)).startswith(str({TESTS_SECRET})) and f(1) % {TESTS_SECRET} == 0",
 )
 """Unit tests that an honest program would pass; the number stands nowhere else."""
 
@@ -581,6 +585,34 @@ def f(x):
     os.write(3, bytes([64, 0, 0, 0]))
     while True:
         os.write(3, bytes(65536))
+""",
+    "a difference of nothing": """
+class Near:
+    def __sub__(self, other): return 0
+    __rsub__ = __mod__ = __xor__ = __sub__
+    def __abs__(self): return 0
+    def __round__(self, *places): return self
+def f(x): return Near()
+""",
+    "a text that begins with everything": """
+class Text:
+    def __getattr__(self, name): return lambda *x: True
+    def __contains__(self, item): return True
+    def __iter__(self): return iter([self])
+def f(x): return Text()
+""",
+    "a module that judges": """
+class math:
+    isclose = staticmethod(lambda *x, **y: True)
+def isclose(*x, **y): return True
+unittest = pytest = approx = math
+def f(x): return 0
+""",
+    "a class of the tests' name": """
+class TestCase:
+    def __eq__(self, other): return True
+T = Other = TestCase
+def f(x): return TestCase()
 """,
     "never answering": "def f(x):\n    while True: pass",
     "an exception of the tests' own kind": """

@@ -152,6 +152,7 @@ def grade_tests(
     tests: Sequence[str],
     *,
     entry_point: str | None = None,
+    objects: bool | None = None,
     limits: Limits | None = None,
     stop_at_failure: bool = False,
 ) -> CodeGrade:
@@ -159,7 +160,9 @@ def grade_tests(
 
     Each text of ``tests`` is one case: some asserts; or as many as it has functions ``test_*`` and test classes'
     methods; or its function ``check(candidate)``, called with ``entry_point``. They have the program's names, also by
-    ``from solution import ...``. Raises as `Sandbox.run_linked`, and never for what the program does.
+    ``from solution import ...``. ``objects``: whether the program may answer with objects of its own classes, whose
+    methods answer as it likes; None: where the tests name a class of it, by a capital letter. Raises as
+    `Sandbox.run_linked`, and never for what the program does.
     """
     if not tests:
         raise ConfigError("a program is to be graded without tests; expected at least one")
@@ -168,7 +171,8 @@ def grade_tests(
     counts: dict[int, int] = {}
     first, reason = 0, ""
     for _ in range(MOST_STARTS):
-        reason = _run_tests(sandbox, source, tests, entry_point, given, first, results, counts)
+        asked = json.dumps([list(tests), entry_point, objects, first])
+        reason = _run_tests(sandbox, source, asked, given, results, counts)
         first = max(results, default=first - 1) + 1
         if not reason or first >= len(tests) or (stop_at_failure and any(map(any, results.values()))) or not results:
             break
@@ -182,19 +186,16 @@ def grade_tests(
 def _run_tests(
     sandbox: Sandbox,
     source: str,
-    tests: Sequence[str],
-    entry_point: str | None,
+    asked: str,
     limits: Limits,
-    first: int,
     results: dict[int, list[str]],
     counts: dict[int, int],
 ) -> str:
-    """Run those from ``first`` on, and enter what came of them; the reason where they did not come to their end."""
+    """Run those that are asked for, and enter the results; the reason where they did not come to their end."""
     peer = _program("code_peer").encode()
-    given = json.dumps([list(tests), entry_point, first]).encode()
     more = {name: max(least, getattr(limits, name)) for name, least in TESTS_LIMITS.items()}
     judge = Program(
-        source=_program("code_tests"), files={_PEER: peer, "tests.json": given}, limits=replace(limits, **more)
+        source=_program("code_tests"), files={_PEER: peer, "tests.json": asked.encode()}, limits=replace(limits, **more)
     )
     candidate = Program(
         source=_program("code_candidate"),

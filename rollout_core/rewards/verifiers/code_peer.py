@@ -2,8 +2,9 @@
 
 A value crosses as what it is: numbers, text, bytes, lists, tuples, sets, dictionaries, fractions and decimals. So the
 tests compare values of their own, with no method of the program's. Anything else stays where it is, and the other side
-has a `Remote` of it, which passes calls, attributes and operators on. Two remotes compare where they are; a remote is
-never equal to a plain value, since it would be the program that says so.
+has a `Remote` of it, which passes calls, attributes and operators on. Two remotes compare where they are. A remote is
+never equal to a plain value, nor less or more, and computing with one gives no plain value: the program would say what
+the difference to the expected number is.
 
 Both run this file; it stands alone. Of what the tests hand over, the program may call functions, and nothing else.
 """
@@ -19,12 +20,17 @@ import types
 
 MOST_BYTES = 64 * 2**20
 """Of a message."""
+_NOTHING = object()
 _LENGTH = struct.Struct("!I")
 COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+ARITHMETIC = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor", "matmul"),
+)
 OPERATORS = (
     *("len", "next", "getitem", "setitem", "delitem", "contains", "str", "repr", "bool", "int", "float", "index"),
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor", "neg", "pos", "abs", "invert", "matmul"),
+    *ARITHMETIC,
+    *("neg", "pos", "abs", "invert"),
     *("enter", "exit", "reversed", "round", "instancecheck"),
 )
 """Special methods that a remote passes on."""
@@ -43,13 +49,22 @@ class Lost(Exception):
     """The other side is gone, or speaks otherwise."""
 
 
+class NotPlain(Exception):
+    """The tests would have to take the program's word for something."""
+
+
 class Peer:
-    """One side. ``may_look``: whether the other side may do more with what stays here than call it."""
+    """One side. ``may_look``: whether the other side may do more with what stays here than call it.
+
+    Once ``plain_only`` is set, of what the other side hands over only functions and iterators are of use.
+    """
 
     def __init__(self, descriptor, may_look):
         self._socket = socket.socket(fileno=descriptor)
         self._may_look = may_look
         self.is_lost = False
+        self.plain_only = False
+        self.complaint = None
         self._kept = {}
         self._errors = {}
 
@@ -62,6 +77,11 @@ class Peer:
             self._socket.sendall(_LENGTH.pack(len(content)) + content)
         except OSError as error:
             raise self._lost(f"the other side is gone: {error.strerror}") from None
+
+    def complain(self, reason):
+        """Raise, and remember it: tests that expect an exception have not seen one of the program's."""
+        self.complaint = reason
+        raise NotPlain(reason)
 
     def _lost(self, reason):
         self.is_lost = True
@@ -259,7 +279,7 @@ class Peer:
         if tag == "yours":
             return self._kept[body]
         if tag == "mine":
-            return Remote(self, int(body))
+            return Remote(self, int(body), self.plain_only)
         if tag == "x":
             return self.error_class(body)
         return self._plain(tag, body)
@@ -323,10 +343,11 @@ def _change(mine, theirs):
 class Remote:
     """Something that the other side has."""
 
-    __slots__ = ("_number", "_peer")
+    __slots__ = ("_number", "_peer", "_plain_only")
 
-    def __init__(self, peer, number):
+    def __init__(self, peer, number, plain_only=False):
         object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_plain_only", plain_only)
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments, **named):
@@ -351,16 +372,39 @@ class Remote:
 
 
 def _ask(remote, operation, arguments=(), named=None):
-    return object.__getattribute__(remote, "_peer").ask(operation, remote, arguments, named)
+    peer = _peer_of(remote)
+    if object.__getattribute__(remote, "_plain_only") and operation not in ("call", "iter", "next"):
+        if operation == "len":  # list() asks for it, and does without
+            raise TypeError("the program returned an object that has no length here")
+        peer.complain("the program returned an object, where the tests name none of its classes")
+    return peer.ask(operation, remote, arguments, named)
+
+
+def _peer_of(remote):
+    return object.__getattribute__(remote, "_peer")
 
 
 def _passing(name):
     def method(self, *arguments):
         if name == "exit":  # an exception of the tests stays with them
             arguments = (None, None, None)
-        return _ask(self, name, arguments)
+        result = _ask(self, name, arguments)
+        if name in ARITHMETIC and not isinstance(result, Remote) and not all(isinstance(a, Remote) for a in arguments):
+            _peer_of(self).complain("an object of the program computes with a plain value to a plain value")
+        return result
 
     return method
+
+
+def _contains(self, item):
+    if isinstance(item, Remote):
+        return _ask(self, "contains", (item,))
+    try:
+        iterator = iter(self)
+        first = next(iterator, _NOTHING)
+    except TypeError:  # it cannot be iterated, so it is the program's to say
+        return _ask(self, "contains", (item,))
+    return first is not _NOTHING and (first == item or any(other == item for other in iterator))
 
 
 def _comparing(name):
@@ -369,7 +413,7 @@ def _comparing(name):
             return _ask(self, name, (other,))
         if name in ("eq", "ne"):
             return name == "ne"
-        return NotImplemented
+        return _peer_of(self).complain("an object of the program is to be less or more than a plain value")
 
     return method
 
@@ -378,3 +422,4 @@ for _name in OPERATORS:
     setattr(Remote, f"__{_name}__", _passing(_name))
 for _name in COMPARING:
     setattr(Remote, f"__{_name}__", _comparing(_name))
+setattr(Remote, "__contains__", _contains)  # noqa: B010 - as those above

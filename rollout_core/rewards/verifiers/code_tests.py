@@ -3,21 +3,25 @@
 Each line that it writes is one of JSON: how many cases a text of tests has, and then, case by case, whether it passed.
 """
 
+import ast
 import builtins
 import importlib
 import json
+import math
 import os
 import sys
 import types
 import unittest
 from typing import IO, TypeGuard
 
-from rollout_core.rewards.verifiers.code_peer import Peer
+from rollout_core.rewards.verifiers.code_peer import Peer, Remote
 
 VERDICT: IO[str]
 """Where it says so; what the tests print goes elsewhere."""
 TESTS: list[str]
 ENTRY_POINT: str | None
+OBJECTS: bool | None
+"""Whether the program may answer with objects of its own; None: where the tests name a class of it."""
 FIRST: int
 """The text to begin with."""
 
@@ -37,8 +41,44 @@ def names_of(peer):
     for name, module in said.get("modules", {}).items():
         if str(module).partition(".")[0] in sys.stdlib_module_names:
             names[str(name)] = importlib.import_module(module)
-    # A function named `sorted` or `all` of the program's would judge its own results.
-    return {name: value for name, value in names.items() if not hasattr(builtins, name) or name == ENTRY_POINT}, ""
+    used = Names(TESTS)
+    for name in used.modules & sys.stdlib_module_names:
+        names[name] = importlib.import_module(name)
+    # A function of the program's that is named `sorted` or `isclose` would judge its own results.
+    names = {name: value for name, value in names.items() if name == ENTRY_POINT or not judges(name)}
+    classes = {name for name in used.mentioned if name[:1].isupper() and isinstance(names.get(name), Remote)}
+    peer.plain_only = not classes if OBJECTS is None else not OBJECTS
+    return {"isclose": math.isclose} | names, ""
+
+
+def judges(name):
+    """Whether tests use a function of this name to say what is right."""
+    return hasattr(builtins, name) or name in ("isclose", "allclose", "array_equal", "approx", "raises", "deepcopy")
+
+
+class Names:
+    """Which names the tests take from elsewhere."""
+
+    def __init__(self, texts):
+        self.mentioned, self.modules, defined = set(), set(), set()
+        for text in texts:
+            try:
+                tree = ast.parse(text)
+            except (SyntaxError, ValueError):
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name):
+                    (self.mentioned if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    self.modules.add(node.value.id)
+                    if node.value.id == "solution":
+                        self.mentioned.add(node.attr)
+                elif isinstance(node, ast.ImportFrom):
+                    (self.mentioned if node.module == "solution" else defined).update(a.name for a in node.names)
+                elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    defined.add(node.name)
+        self.mentioned -= defined
+        self.modules -= defined
 
 
 def cases_of(text, names):
@@ -115,12 +155,14 @@ def main():
             continue
         say(text=number, cases=len(cases))
         for name, case in cases:
+            peer.complaint = None
             try:
                 case()
             except BaseException as error:  # noqa: BLE001 - so does a test fail
                 say(text=number, passed=False, reason=f"{name}: {type(error).__name__}: {error}"[:300])
             else:
-                say(text=number, passed=not peer.is_lost, reason="the program was lost")
+                lost = "the program was lost" if peer.is_lost else peer.complaint
+                say(text=number, passed=lost is None, reason=f"{name}: {lost}")
             if peer.is_lost:
                 return None
     return say(done=True)
@@ -130,5 +172,5 @@ if __name__ == "__main__":
     VERDICT = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with open("tests.json", encoding="utf-8") as _file:
-        TESTS, ENTRY_POINT, FIRST = json.load(_file)
+        TESTS, ENTRY_POINT, OBJECTS, FIRST = json.load(_file)
     main()
