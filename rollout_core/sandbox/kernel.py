@@ -53,6 +53,9 @@ class Refused(OSError):
         super().__init__(number, f"{step}: {os.strerror(number)}")
         self.step = step
 
+    def __str__(self) -> str:
+        return str(self.strerror)
+
 
 def is_supported() -> bool:
     """Whether this is a machine whose calls are known here."""

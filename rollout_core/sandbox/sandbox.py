@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.sandbox.commands import PRESETS, CommandRunner
+from rollout_core.sandbox.kernel import MACHINE, is_supported
 from rollout_core.sandbox.launching import Launcher, Refusal, Setup
 from rollout_core.sandbox.programs import Outcome, Program
 from rollout_core.sandbox.remote import RemoteRunner
@@ -82,7 +83,7 @@ class Sandbox:
 
     def __init__(self, settings: SandboxSettings | None = None, **options: Any) -> None:
         self.settings = replace(settings or SandboxSettings(), **options)
-        self.parallel = self.settings.parallel or len(os.sched_getaffinity(0))
+        self.parallel = self.settings.parallel or num_processors()
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(self.parallel)
         self._opened: tuple[Runner, Walls] | None = None
@@ -133,7 +134,7 @@ class Sandbox:
     def _standing(self) -> Runner:
         with self._lock:
             runner, walls = self._open()
-        if walls.stand or self.settings.kind == "none":
+        if walls.stand or (self.settings.kind == "none" and is_supported()):
             return runner
         raise ConfigError(
             f"this machine has no sandbox of kind {walls.kind}: {'; '.join(walls.missing())}. Programs of others are "
@@ -156,6 +157,11 @@ class Sandbox:
         return self._opened
 
 
+def num_processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def opened(kind: Kind, settings: SandboxSettings) -> tuple[Runner, Walls]:
     """A sandbox of this kind, and its walls."""
     if kind == "http":
@@ -175,6 +181,8 @@ def opened(kind: Kind, settings: SandboxSettings) -> tuple[Runner, Walls]:
             found = [calls if wall.name == calls.name else wall for wall in found]
         return command, Walls(kind, tuple(found))
     launcher = Launcher(_setup(kind, settings))
+    if not is_supported():
+        return launcher, Walls(kind, (Wall("kernel", False, f"{sys.platform} on {MACHINE} is not known here"),))
     if kind == "none":
         return launcher, Walls(kind, (Wall("none", False, 'sandbox = "none": programs run as this user'),))
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
@@ -184,6 +192,9 @@ def opened(kind: Kind, settings: SandboxSettings) -> tuple[Runner, Walls]:
 
 def _setup(kind: Kind, settings: SandboxSettings) -> Setup:
     executable, prefix = _interpreter(settings.python)
+    for path in (*settings.readable, *settings.search_path):
+        if not os.path.exists(path):
+            raise ConfigError(f"{path} is to be readable in a sandbox and does not exist")
     return Setup(
         mode=kind,
         interpreter=prefix,
