@@ -263,6 +263,8 @@ def test_a_program_that_hangs_in_one_test_is_started_anew_for_the_others(sandbox
     assert grade.reasons[1] == "asserts: Lost: the program ended before its tests did"
     stopped = graded(sandbox, source, *tests, stop_at_failure=True)
     assert stopped.passed == (True, False, False)
+    wrong = graded(sandbox, "def f(x): return 0", *tests, stop_at_failure=True)
+    assert wrong.reasons == ("", "asserts: AssertionError: ", "not run: a case before it failed")
 
 
 def test_what_a_program_says_of_itself_counts_for_nothing(sandbox: Sandbox):

@@ -171,14 +171,14 @@ def grade_tests(
     counts: dict[int, int] = {}
     first, reason = 0, ""
     for _ in range(MOST_STARTS):
-        asked = json.dumps([list(tests), entry_point, objects, first])
+        asked = json.dumps([list(tests), entry_point, objects, stop_at_failure, first])
         reason = _run_tests(sandbox, source, asked, given, results, counts)
         first = max(results, default=first - 1) + 1
         if not reason or first >= len(tests) or (stop_at_failure and any(map(any, results.values()))) or not results:
             break
     for number in range(len(tests)):
         there = results.setdefault(number, [])
-        there += [reason or "not run"] * (max(1, counts.get(number, 1)) - len(there))
+        there += [reason or "not run: a case before it failed"] * (max(1, counts.get(number, 1)) - len(there))
     reasons = [text for number in range(len(tests)) for text in results[number]]
     return CodeGrade(tuple(not text for text in reasons), tuple(reasons))
 

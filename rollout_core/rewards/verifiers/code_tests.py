@@ -22,6 +22,8 @@ TESTS: list[str]
 ENTRY_POINT: str | None
 OBJECTS: bool | None
 """Whether the program may answer with objects of its own; None: where the tests name a class of it."""
+STOPS: bool
+"""Whether the first case that fails is the last."""
 FIRST: int
 """The text to begin with."""
 
@@ -152,19 +154,24 @@ def main():
             say(text=number, passed=False, reason=f"{type(error).__name__}: {error}"[:300])
             if peer.is_lost:
                 return None
+            if STOPS:
+                return say(done=True)
             continue
         say(text=number, cases=len(cases))
         for name, case in cases:
             peer.complaint = None
             try:
                 case()
+                reason = peer.complaint
             except BaseException as error:  # noqa: BLE001 - so does a test fail
-                say(text=number, passed=False, reason=f"{name}: {type(error).__name__}: {error}"[:300])
-            else:
-                lost = "the program was lost" if peer.is_lost else peer.complaint
-                say(text=number, passed=lost is None, reason=f"{name}: {lost}")
+                reason = f"{type(error).__name__}: {error}"
+            if peer.is_lost and reason is None:
+                reason = "the program was lost"
+            say(text=number, passed=reason is None, reason=f"{name}: {reason}"[:300])
             if peer.is_lost:
                 return None
+            if STOPS and reason is not None:
+                return say(done=True)
     return say(done=True)
 
 
@@ -172,5 +179,5 @@ if __name__ == "__main__":
     VERDICT = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with open("tests.json", encoding="utf-8") as _file:
-        TESTS, ENTRY_POINT, OBJECTS, FIRST = json.load(_file)
+        TESTS, ENTRY_POINT, OBJECTS, STOPS, FIRST = json.load(_file)
     main()
