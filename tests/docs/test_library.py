@@ -168,7 +168,7 @@ def test_an_agent_is_trained_killed_and_ends_with_every_rollout_run_once(start_p
 def test_a_page_shows_a_script_as_it_is(page: Path, script: Path):
     text = script.read_text(encoding="utf-8")
     assert f"```python\n{text}```" in page.read_text(encoding="utf-8"), (
-        f"docs/{page.name} does not show {script.name} as it is; run python -m tests.test_library"
+        f"docs/{page.name} does not show {script.name} as it is; run python -m tests.docs.test_library"
     )
 
 
