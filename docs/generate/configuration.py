@@ -39,7 +39,13 @@ COMMANDS = {
     "tune-prompt": "rollout agent tune",
     "learn-online": "rollout agent online",
 }
-_BESIDE = {"optimizers": "learning", "curriculum": "learning", "own_loss": "learning", "experience": "on_policy"}
+_BESIDE = {
+    "optimizers": "learning",
+    "curriculum": "learning",
+    "own_loss": "learning",
+    "experience": "on_policy",
+    "verifiers": "rewards",
+}
 """Modules whose models are on the page of another."""
 _CLOUDS = {"local": cloud.LocalCloud, "aws": cloud.AWSCloud, "gcp": cloud.GCPCloud}
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none", Any: "any value"}
