@@ -5,6 +5,8 @@ Each takes part of the completion as the answer (`Extraction`) and holds it agai
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -215,24 +217,59 @@ class CodeSandbox(RewardSettings):
     url: Annotated[str, AfterValidator(refuse_credentials)] = ""
     """Of ``http``."""
     image: str = Field(default="python:3.11-slim", min_length=1)
-    """Of ``docker`` and ``gvisor``."""
+    """Of ``docker`` and ``gvisor``, and of a ``command`` with the placeholder ``{image}``."""
     command: tuple[str, ...] = ()
     """Of ``command``: what runs a program, with placeholders."""
     python: str | None = None
-    """Interpreter of programs in Python. Default: the one that runs this."""
+    """Interpreter of programs in Python. Default: the one that runs this, without its packages. That of a virtual
+    environment brings its packages."""
     packages: tuple[str, ...] = ()
-    """Folders in which programs in Python find further modules."""
+    """Folders in which programs in Python find further modules, as absolute paths."""
+    api_key: str | None = Field(default=None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """Of ``http``: NAME of the secret that is the service's key: ``ROLLOUT_SECRET_<NAME>`` in the worker's environment,
+    where ``ROLLOUT_SECRETS`` must list it."""
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> CodeSandbox:
         for name, kind in (("url", "http"), ("command", "command")):
             if bool(getattr(self, name)) != (self.kind == kind):
                 raise ValueError(f'{name} goes with kind = "{kind}", which needs it; this is kind = "{self.kind}"')
+        if self.api_key is not None and self.kind != "http":
+            raise ValueError(f'api_key goes with kind = "http"; this is kind = "{self.kind}"')
+        if self._has_own_image and (self.python is not None or self.packages):
+            raise ValueError(
+                f'kind = "{self.kind}" runs programs by what is there, not by python or packages of this machine; '
+                "leave them out"
+            )
+        if self.image != type(self).model_fields["image"].default and not self._takes_image:
+            raise ValueError(
+                f'image goes with kind = "docker", "gvisor" or a command with {{image}}; this is kind = "{self.kind}"'
+            )
+        for path in self.packages:
+            if not os.path.isabs(path) or os.path.normpath(path) == "/":
+                raise ValueError(f"packages holds {path!r}; expected an absolute path other than /")
         return self
 
+    @property
+    def _has_own_image(self) -> bool:
+        return self.kind in ("docker", "gvisor", "command", "http")
+
+    @property
+    def _takes_image(self) -> bool:
+        return self.kind in ("docker", "gvisor") or any("{image}" in word for word in self.command)
+
     def cache_identity(self) -> Any:
-        """Where programs run decides no score, but what they find there does."""
-        return {"image": self.image, "python": self.python, "packages": list(self.packages)}
+        """Where programs run decides no score, but what they find there does: the image, the command, or the version of
+        the interpreter with the packages. Of a service only that it is one: what it has is its operator's."""
+        found: dict[str, Any] = {"image": self.image} if self._takes_image else {}
+        if self.kind == "command":
+            found["command"] = list(self.command)
+        elif self.kind == "http":
+            found["service"] = True
+        elif not self._takes_image:
+            version = ".".join(map(str, sys.version_info[:2]))
+            found |= {"python": self.python or version, "packages": list(self.packages)}
+        return found
 
 
 class CodeReward(RewardSettings):
@@ -251,7 +288,7 @@ class CodeReward(RewardSettings):
     two lists, ``inputs`` and ``outputs``."""
     compare: Literal["exact", "lines", "tokens", "numbers"] = "lines"
     """How written and expected output are held against each other: as they are; without spaces at the ends of lines;
-    word by word; the same with numbers that may differ by a millionth."""
+    word by word; the same with numbers that may differ by a millionth, where one of them is no integer."""
     language: str = Field(default="python", min_length=1)
     """Of the program; unit tests are of Python."""
     value: Literal["all", "share"] = "all"
@@ -276,6 +313,12 @@ class CodeReward(RewardSettings):
         if self.check == "tests" and self.language != "python":
             raise ValueError(
                 f'check = "tests" runs unit tests in Python, and language is {self.language!r}; check output'
+            )
+        kind = "none" if isinstance(self.sandbox, str) else self.sandbox.kind
+        if self.check == "tests" and kind in ("docker", "gvisor", "command"):
+            raise ValueError(
+                f'check = "tests" links two programs, which kind = "{kind}" cannot; use namespaces, bubblewrap or '
+                'http, or check = "output"'
             )
         return self
 

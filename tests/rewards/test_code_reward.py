@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,9 @@ from rollout_core.config.rewards import RewardSpec
 from rollout_core.config.verifiers import CodeReward
 from rollout_core.rewards import RewardInput, load_reward, score, source_id
 from rollout_core.rewards.scoring import RewardFunction
-from rollout_core.sandbox import Sandbox
+from rollout_core.rewards.verifiers.code_reward import CodeGrader
+from rollout_core.sandbox import Outcome, Program, Sandbox
+from rollout_core.sandbox.service import SandboxService
 
 SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
 LIMITS: dict[str, Any] = {"cpu_seconds": 20.0, "timeout_seconds": 120.0}
@@ -136,6 +140,15 @@ def test_cases_of_another_form_are_named(cases: Any):
         ({"sandbox": {"kind": "http"}}, "url goes with"),
         ({"sandbox": {"url": "http://127.0.0.1"}}, "url goes with"),
         ({"sandbox": "non"}, "none"),
+        *(({"sandbox": {"kind": kind}}, 'check = "tests" links two programs') for kind in ("docker", "gvisor")),
+        ({"sandbox": {"kind": "command", "command": ["nsjail"]}}, 'check = "tests" links two programs'),
+        ({"sandbox": {"kind": "docker", "packages": ["/a"]}, "check": "output"}, "not by python or packages of this"),
+        ({"sandbox": {"kind": "http", "url": "http://a", "python": "/a"}}, "not by python or packages of this"),
+        ({"sandbox": {"packages": ["a/b"]}}, "packages holds 'a/b'; expected an absolute path"),
+        ({"sandbox": {"packages": ["/"]}}, "packages holds '/'; expected an absolute path"),
+        ({"sandbox": {"image": "python:3.12-slim"}}, "image goes with"),
+        ({"sandbox": {"api_key": "SANDBOX"}}, "api_key goes with"),
+        ({"sandbox": {"kind": "http", "url": "http://a", "api_key": "not a name"}}, "api_key"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(keys: dict[str, Any], message: str):
@@ -147,10 +160,93 @@ def test_what_cannot_run_here_is_refused_before_anything_is_generated():
     with pytest.raises(ConfigError, match="language 'cobol' of reward code is not known"):
         load_reward(spec_of(check="output", language="cobol"))
     with pytest.raises(ConfigError, match="no sandbox of kind command"):
-        load_reward(spec_of(sandbox={"kind": "command", "command": ["there-is-no-such-program"]}))
+        load_reward(spec_of(check="output", sandbox={"kind": "command", "command": ["there-is-no-such-program"]}))
 
 
 def test_where_programs_run_is_no_part_of_the_id_and_what_they_find_there_is():
-    assert source_id(spec_of()) == source_id(spec_of(sandbox={"kind": "bubblewrap"}))
-    assert source_id(spec_of()) != source_id(spec_of(sandbox={"image": "python:3.12-slim"}))
+    def identity(**sandbox: Any) -> Any:
+        return spec_of(check="output", sandbox=sandbox).cache_identity()["sandbox"]
+
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert (
+        source_id(spec_of()) == source_id(spec_of(sandbox={"kind": "bubblewrap"})) == source_id(spec_of(sandbox="none"))
+    )
     assert source_id(spec_of()) != source_id(spec_of(value="share"))
+    assert identity() == {"python": version, "packages": []}
+    assert identity(python="/usr/bin/python3.12", packages=["/a"]) == {
+        "python": "/usr/bin/python3.12",
+        "packages": ["/a"],
+    }
+    assert identity(kind="docker", image="a") == identity(kind="gvisor", image="a") == {"image": "a"}
+    assert identity(kind="command", command=["a", "b"]) == {"command": ["a", "b"]}
+    assert identity(kind="command", command=["a", "{image}"]) == {
+        "command": ["a", "{image}"],
+        "image": "python:3.11-slim",
+    }
+    assert (
+        identity(kind="http", url="http://a", api_key="KEY")
+        == identity(kind="http", url="http://b")
+        == {"service": True}
+    )
+
+
+def test_a_services_key_is_a_secret_by_name(monkeypatch: pytest.MonkeyPatch):
+    with Sandbox() as sandbox:
+        service = SandboxService(sandbox, api_key="the-key").start()
+        spec = spec_of(sandbox={"kind": "http", "url": service.url, "api_key": "SANDBOX"})
+        monkeypatch.setenv("ROLLOUT_SECRETS", "SANDBOX")
+        try:
+            with pytest.raises(ConfigError, match="secret 'SANDBOX' is not set"):
+                load_reward(spec)
+            monkeypatch.setenv("ROLLOUT_SECRET_SANDBOX", "another")
+            with pytest.raises(ConfigError, match="expected the service's key") as refused:
+                load_reward(spec)
+            assert "another" not in str(refused.value)
+            monkeypatch.setenv("ROLLOUT_SECRET_SANDBOX", "the-key")
+            reward = load_reward(spec)
+            assert score(reward, inputs((ADD, ROW))) == [1]
+            reward.close()
+        finally:
+            service.close()
+
+
+def test_the_interpreter_of_a_virtual_environment_brings_its_packages():
+    reward = load_reward(spec_of(check="output", memory_mb=1024, sandbox={"python": sys.executable}))
+    row = {"cases": [{"input": "", "output": "3"}]}
+    try:
+        assert score(reward, inputs(("import regex\nprint(len(regex.findall('a', 'aaba')))", row))) == [1]
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("value", ["all", "share"])
+def test_threads_are_as_many_as_programs_run_at_a_time(value: str, monkeypatch: pytest.MonkeyPatch):
+    grader = CodeGrader(CodeReward(check="output", value=value, **LIMITS, sandbox="none"))
+    most, run, count = 0, grader._sandbox.run, len(threading.enumerate())
+
+    def counted(program: Program) -> Outcome:
+        nonlocal most
+        most = max(most, len(threading.enumerate()))
+        return run(program)
+
+    grader._sandbox.parallel = 4
+    monkeypatch.setattr(grader._sandbox, "run", counted)
+    row = {"cases": [{"input": "", "output": "1"}] * 6}
+    try:
+        assert grader(inputs(*[("echo 1" if value == "share" else "print(1)", row)] * 6)) == [value == "all"] * 6
+    finally:
+        grader.close()
+    assert most - count <= 4
+
+
+@pytest.mark.parametrize("check", ["tests", "output"])
+def test_a_broken_row_fails_alone(check: str):
+    reward = load_reward(spec_of(check=check))
+    broken = {"tests": "assert add(", "cases": []}
+    row = {**ROW, "cases": [{"input": "", "output": ""}]}
+    try:
+        with pytest.raises(Fatal, match="reward code failed on sample 1: "):
+            score(reward, inputs((ADD, row), (ADD, broken)))
+        assert score(reward, inputs((ADD, row))) == [1]
+    finally:
+        reward.close()

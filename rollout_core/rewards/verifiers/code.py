@@ -11,11 +11,14 @@ A score says what the tests say. Weak tests are passed by wrong programs.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.sandbox import Limits, Outcome, Program, Sandbox
@@ -29,6 +32,8 @@ RELATIVE = 1e-6
 MOST_REASON = 200
 TESTS_LIMITS = {"memory_bytes": 512 * 2**20, "output_bytes": 16 * 2**20}
 """Of the tests' own side, at least."""
+TESTS_SLACK_SECONDS = 2.0
+"""That the tests may take longer than the program: one that hangs is ended first, and so is the reason."""
 _PEER = "rollout_core/rewards/verifiers/code_peer.py"
 """As both programs import it."""
 MOST_STARTS = 4
@@ -75,10 +80,35 @@ def grade_output(
     """Run a program on each input, and compare what it writes.
 
     ``compare``: ``exact``; ``lines``, without spaces at the ends of lines and empty lines at the end; ``tokens``, by
-    words alone; ``numbers``, by words, of which numbers may differ by a millionth. ``stop_at_failure``: cases after one
-    that fails fail, too, without being run, for all-or-nothing. Raises as `Sandbox.run`, and never for what the program
-    does.
+    words alone; ``numbers``, by words, of which numbers may differ by a millionth, and whole ones not at all.
+    ``stop_at_failure``: cases after one that fails fail, too, without being run, for all-or-nothing. Raises as
+    `Sandbox.run`, and never for what the program does.
     """
+    with ThreadPoolExecutor(sandbox.parallel, thread_name_prefix="rollout-code") as pool:
+        return begin_output(
+            pool,
+            sandbox,
+            source,
+            cases,
+            language=language,
+            limits=limits,
+            compare=compare,
+            stop_at_failure=stop_at_failure,
+        )()
+
+
+def begin_output(
+    pool: Executor,
+    sandbox: Sandbox,
+    source: str,
+    cases: Sequence[IoCase],
+    *,
+    language: str,
+    limits: Limits | None,
+    compare: Compare,
+    stop_at_failure: bool,
+) -> Callable[[], CodeGrade]:
+    """As `grade_output`, in the threads of ``pool``; what is returned waits for the grade."""
     if not cases:
         raise ConfigError("a program is to be graded without cases; expected at least one")
     same, given = _COMPARE[compare], limits or Limits()
@@ -94,18 +124,22 @@ def grade_output(
         )
         return _output_reason(sandbox.run(program), case.stdout, same)
 
-    if stop_at_failure:
+    def until_failure() -> list[str]:
         reasons: list[str] = []
         for case in cases:
             reasons.append(reason(case))
             if reasons[-1]:
                 break
-        reasons += ["not run: a case before it failed"] * (len(cases) - len(reasons))
-    elif len(cases) == 1:
-        reasons = [reason(cases[0])]
-    else:
-        with ThreadPoolExecutor(min(len(cases), sandbox.parallel), thread_name_prefix="rollout-code") as pool:
-            reasons = list(pool.map(reason, cases))
+        return reasons + ["not run: a case before it failed"] * (len(cases) - len(reasons))
+
+    if stop_at_failure:
+        whole = pool.submit(until_failure)
+        return lambda: _grade(whole.result())
+    begun = [pool.submit(reason, case) for case in cases]
+    return lambda: _grade([future.result() for future in begun])
+
+
+def _grade(reasons: Sequence[str]) -> CodeGrade:
     return CodeGrade(tuple(not text for text in reasons), tuple(reasons))
 
 
@@ -131,13 +165,22 @@ def _numbers(written: str, expected: str) -> bool:
 def _close(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    try:
-        one, other = float(word), float(expected)
-    except ValueError:
+    if _INFINITE.fullmatch(word) and _INFINITE.fullmatch(expected):
+        return float(word) == float(expected) or word.lower() == expected.lower()
+    if not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
         return False
+    one, other = float(word), float(expected)
+    if (_INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected)) or not (isfinite(one) and isfinite(other)):
+        try:
+            return Decimal(word) == Decimal(expected)
+        except InvalidOperation:  # an exponent of its own kind
+            return False
     return abs(one - other) <= RELATIVE * max(1.0, abs(other))
 
 
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_INFINITE = re.compile(r"[+-]?(inf|infinity|nan)", re.IGNORECASE)
 _COMPARE: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda written, expected: written == expected,
     "lines": lambda written, expected: _lines(written) == _lines(expected),
@@ -161,26 +204,31 @@ def grade_tests(
     Each text of ``tests`` is one case: some asserts; or as many as it has functions ``test_*`` and test classes'
     methods; or its function ``check(candidate)``, called with ``entry_point``. They have the program's names, also by
     ``from solution import ...``. ``objects``: whether the program may answer with objects of its own classes, whose
-    methods answer as it likes; None: where the tests name a class of it, by a capital letter. Raises as
-    `Sandbox.run_linked`, and never for what the program does.
+    methods answer as it likes; None: where the tests name a class of it, by a capital letter. A program that ends
+    within a case is started anew for the next text, and its starts share ``limits``. Raises ConfigError for tests that
+    can judge no program, and as `Sandbox.run_linked`; never for what the program does.
     """
     if not tests:
         raise ConfigError("a program is to be graded without tests; expected at least one")
-    given = limits or Limits()
+    left = limits or Limits()
     results: dict[int, list[str]] = {}
     counts: dict[int, int] = {}
     first, reason = 0, ""
     for _ in range(MOST_STARTS):
         asked = json.dumps([list(tests), entry_point, objects, stop_at_failure, first])
-        reason = _run_tests(sandbox, source, asked, given, results, counts)
+        reason, wall_seconds, cpu_seconds = _run_tests(sandbox, source, asked, left, results, counts)
         first = max(results, default=first - 1) + 1
         if not reason or first >= len(tests) or (stop_at_failure and any(map(any, results.values()))) or not results:
             break
+        wall_seconds, cpu_seconds = left.wall_seconds - wall_seconds, left.cpu_seconds - cpu_seconds
+        if wall_seconds <= 0 or cpu_seconds <= 0:
+            break
+        left = replace(left, wall_seconds=wall_seconds, cpu_seconds=cpu_seconds)
     for number in range(len(tests)):
         there = results.setdefault(number, [])
         there += [reason or "not run: a case before it failed"] * (max(1, counts.get(number, 1)) - len(there))
     reasons = [text for number in range(len(tests)) for text in results[number]]
-    return CodeGrade(tuple(not text for text in reasons), tuple(reasons))
+    return _grade(reasons)
 
 
 def _run_tests(
@@ -190,10 +238,12 @@ def _run_tests(
     limits: Limits,
     results: dict[int, list[str]],
     counts: dict[int, int],
-) -> str:
-    """Run those that are asked for, and enter the results; the reason where they did not come to their end."""
+) -> tuple[str, float, float]:
+    """Run those that are asked for, and enter the results; the reason where they did not come to their end, and the
+    time that it took, of the wall clock and of a processor."""
     peer = _program("code_peer").encode()
-    more = {name: max(least, getattr(limits, name)) for name, least in TESTS_LIMITS.items()}
+    more: dict[str, Any] = {name: max(least, getattr(limits, name)) for name, least in TESTS_LIMITS.items()}
+    more["wall_seconds"] = limits.wall_seconds + TESTS_SLACK_SECONDS
     judge = Program(
         source=_program("code_tests"), files={_PEER: peer, "tests.json": asked.encode()}, limits=replace(limits, **more)
     )
@@ -203,25 +253,36 @@ def _run_tests(
         limits=limits,
     )
     said, of_program = sandbox.run_linked(judge, candidate)
-    reason = f"the tests did not come to their end: they {said.reason}"
+    taken = max(said.wall_seconds, of_program.wall_seconds), max(said.cpu_seconds, of_program.cpu_seconds)
+    lost = "it was lost" if of_program.ended == "stopped" else f"it {of_program.reason}"
+    if of_program.ended == "exit":
+        lost += " before its tests did"
+    reason = lost
+    if of_program.ended in ("exit", "stopped"):
+        reason = f"the tests did not come to their end: they {said.reason}"
     for line in said.stdout.splitlines():
         try:
             message = json.loads(line)
         except ValueError:
             break  # its last, in the midst of which it was ended
         if message.get("done"):
-            return ""
+            return "", *taken
+        if "unusable" in message:
+            raise ConfigError(f"the row's tests can judge no program: {message['unusable']}")
         if "failed" in message:
-            return f"the program does not load: {message['failed']}"[:MOST_REASON]
+            return f"the program does not load: {lost if message.get('lost') else message['failed']}"[
+                :MOST_REASON
+            ], *taken
         number = message["text"]
         if "cases" in message:
             counts[number] = message["cases"]
             results[number] = []
+        elif message.get("lost"):
+            reason = lost
+            results[number].append(lost)
         else:
             results[number].append("" if message["passed"] else message["reason"][:MOST_REASON])
-    if of_program.ended not in ("exit", "stopped"):
-        reason = f"it {of_program.reason}"
-    return reason
+    return reason, *taken
 
 
 def _program(name: str) -> str:

@@ -1,40 +1,44 @@
 """What a program and its unit tests, each in a sandbox of its own, say to one another: calls and plain values.
 
-A value crosses as what it is: numbers, text, bytes, lists, tuples, sets, dictionaries, fractions and decimals. So the
+A value crosses as what it is: numbers, text, bytes, lists, tuples, sets, dictionaries, dates, and some more. So the
 tests compare values of their own, with no method of the program's. Anything else stays where it is, and the other side
-has a `Remote` of it, which passes calls, attributes and operators on. Two remotes compare where they are. A remote is
-never equal to a plain value, nor less or more, and computing with one gives no plain value: the program would say what
-the difference to the expected number is.
+has a `Remote` of it, which passes on calls, attributes, items and operators between two remotes. What a remote is
+compared with, added to or looked for in stays with the tests: the program would learn what is expected, and could
+answer by it.
 
 Both run this file; it stands alone. Of what the tests hand over, the program may call functions, and nothing else.
 """
 
 import builtins
+import collections
+import collections.abc
+import datetime
 import decimal
+import enum
 import fractions
 import json
 import operator
 import socket
 import struct
+import sys
 import types
 
 MOST_BYTES = 64 * 2**20
 """Of a message."""
-_NOTHING = object()
 _LENGTH = struct.Struct("!I")
 COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
-ARITHMETIC = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor", "matmul"),
-)
 OPERATORS = (
-    *("len", "next", "getitem", "setitem", "delitem", "contains", "str", "repr", "bool", "int", "float", "index"),
-    *ARITHMETIC,
-    *("neg", "pos", "abs", "invert"),
-    *("enter", "exit", "reversed", "round", "instancecheck"),
+    *("len", "next", "getitem", "setitem", "delitem", "str", "repr", "hash", "enter", "exit", "reversed", "round"),
+    *("bool", "int", "float", "complex", "index", "neg", "pos", "abs", "invert"),
 )
 """Special methods that a remote passes on."""
-_BY_BUILTIN = ("str", "repr", "len", "bool", "int", "float", "next", "abs", "round", "reversed")
+BETWEEN = (
+    "contains",
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul"),
+    *("subclasscheck", "instancecheck"),
+)
+"""Those that it passes on where the other operand is a remote, too."""
+_BY_BUILTIN = (*("str", "repr", "len", "bool", "int", "float", "complex", "hash", "next", "abs", "round", "reversed"),)
 _KNOWN = {
     getattr(builtins, name): name
     for name in (
@@ -65,7 +69,11 @@ class Peer:
         self.is_lost = False
         self.plain_only = False
         self.complaint = None
+        self.refused = None
+        """Why something could not be handed over, where something could not."""
         self._kept = {}
+        self._remotes = {}
+        """By number, so that what is one thing there is one thing here."""
         self._errors = {}
 
     # Messages
@@ -118,14 +126,17 @@ class Peer:
     def ask(self, operation, target, arguments=(), named=None):
         """Have the other side do something with what it has; meanwhile it may ask this one."""
         named = named or {}
-        self.send(
-            {
+        try:
+            message = {
                 "do": operation,
                 "with": self.encode(target),
                 "arguments": [self.encode(item) for item in arguments],
                 "named": [[name, self.encode(value)] for name, value in named.items()],
             }
-        )
+        except TypeError as error:
+            self.refused = str(error)
+            raise
+        self.send(message)
         while "do" in (message := self.receive()):
             self.answer(message)
         try:
@@ -133,6 +144,9 @@ class Peer:
                 raise self._error(message["error"])
             for place, changed in message.get("changed", ()):
                 _change(named[place] if isinstance(place, str) else arguments[place], self.decode(changed))
+            if "same" in message:
+                place = message["same"]
+                return named[place] if isinstance(place, str) else arguments[place]
             return self.decode(message["result"])
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if "error" in message:
@@ -147,8 +161,9 @@ class Peer:
             named = {str(name): self.decode(value) for name, value in message["named"]}
             before = [(place, self._shape(item)) for place, item in [*enumerate(arguments), *named.items()]]
             result = self._do(message["do"], target, arguments, named)
-            reply = {"result": self.encode(result)}
             after = dict([*enumerate(arguments), *named.items()])
+            same = [place for place, shape in before if shape is not None and after[place] is result]
+            reply = {"same": same[0]} if same else {"result": self.encode(result)}
             changed = [
                 [place, self.encode(after[place])] for place, shape in before if shape != self._shape(after[place])
             ]
@@ -162,7 +177,7 @@ class Peer:
 
     def _shape(self, item):
         """What changes with a container that a call may change."""
-        return json.dumps(self.encode(item)) if isinstance(item, list | dict | set | bytearray) else None
+        return json.dumps(self.encode(item)) if isinstance(item, _CHANGEABLE) else None
 
     def _do(self, operation, target, arguments, named):
         if operation == "call":
@@ -179,13 +194,14 @@ class Peer:
             return getattr(builtins, operation)(target, *arguments)
         if operation == "instancecheck":
             return isinstance(arguments[0], target)
+        if operation == "subclasscheck":
+            return issubclass(arguments[0], target)
+        if operation == "data":
+            return _data(target)
         if operation in ("enter", "exit"):
             return getattr(type(target), f"__{operation}__")(target, *arguments)
-        if operation in OPERATORS or operation in COMPARING:
-            plain = getattr(operator, f"__{operation}__", None)
-            if plain is None:  # radd and its kind
-                return getattr(operator, f"__{operation[1:]}__")(arguments[0], target)
-            return plain(target, *arguments)
+        if operation in (*OPERATORS, *BETWEEN, *COMPARING):
+            return getattr(operator, f"__{operation}__")(target, *arguments)
         raise TypeError(f"{operation!r} is unknown")
 
     # Errors
@@ -196,13 +212,16 @@ class Peer:
             text = str(error)
         except BaseException:  # noqa: BLE001 - a method of the program's
             text = ""
-        return [kinds, text[:10_000]]
+        if not self._may_look or kinds[0] != "KeyError":
+            return [kinds, text[:10_000]]
+        return [kinds, text[:10_000], [self.encode(item) for item in error.args]]  # its text is not its argument
 
     def _error(self, described):
-        kinds, text = described
+        kinds, text, *arguments = described
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds) or not isinstance(text, str):
             raise Lost("an error that is none")
-        return self.error_class(kinds)(text)
+        kind = self.error_class(kinds)
+        return kind(*[self.decode(item) for item in arguments[0]]) if arguments else kind(text)
 
     def error_class(self, kinds):
         """A class here of an exception there: the built-in one, or one of its name derived from that."""
@@ -223,8 +242,12 @@ class Peer:
             return value
         if kind in (type, types.BuiltinFunctionType) and value in _KNOWN:
             return {"k": _KNOWN[value]}
+        if isinstance(value, Named):
+            value = value._remote
         if isinstance(value, Remote):
             return {"yours": object.__getattribute__(value, "_number")}
+        if self._may_look and _has_methods(value):
+            return {"o": [self.encode(plain) for plain in _data(value)], "mine": self._keep(value)["mine"]}
         if isinstance(value, bool | int):
             return {"i": hex(int.__add__(value, 0))}
         if isinstance(value, float):
@@ -241,8 +264,11 @@ class Peer:
             return {"q": [hex(value.numerator), hex(value.denominator)]}
         if kind is decimal.Decimal:
             return {"D": str(value)}
-        if isinstance(value, tuple) and not hasattr(kind, "_fields"):
-            return {"t": [self.encode(item) for item in tuple.__iter__(value)]}
+        if isinstance(value, tuple):
+            items = [self.encode(item) for item in tuple.__iter__(value)]
+            if not hasattr(kind, "_fields"):
+                return {"t": items}
+            return {"n": [kind.__name__, list(kind._fields), items, self._keep(value) if self._may_look else None]}
         if isinstance(value, list):
             return {"l": [self.encode(item) for item in list.__iter__(value)]}
         if isinstance(value, set):
@@ -250,9 +276,26 @@ class Peer:
         if isinstance(value, frozenset):
             return {"z": [self.encode(item) for item in frozenset.__iter__(value)]}
         if isinstance(value, dict):
-            return {"d": [[self.encode(key), self.encode(item)] for key, item in dict.items(value)]}
+            items = [[self.encode(key), self.encode(item)] for key, item in dict.items(value)]
+            if isinstance(value, collections.defaultdict):
+                return {"dd": [self.encode(value.default_factory), items]}
+            return {next((tag for tag, known in _DICTIONARIES.items() if isinstance(value, known)), "d"): items}
+        if isinstance(value, collections.deque):
+            return {"u": [[self.encode(item) for item in collections.deque.__iter__(value)], value.maxlen]}
+        for number, view in enumerate(_VIEWS):
+            if isinstance(value, view):
+                pairs = value.mapping.items()
+                return {"v": [number, [[self.encode(key), self.encode(item)] for key, item in pairs]]}
         if isinstance(value, range):
             return {"r": [value.start, value.stop, value.step]}
+        if kind.__module__ == "datetime":
+            if kind is datetime.timedelta:
+                return {"dt": [value.days, value.seconds, value.microseconds]}
+            zone = getattr(value, "tzinfo", None)
+            if kind.__name__ in _DATES and (zone is None or isinstance(zone, datetime.timezone)):
+                return {"da": [kind.__name__, value.isoformat()]}
+        if not self._may_look and isinstance(value, collections.abc.Iterator):
+            return {"it": self._keep(value.__next__)}
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and getattr(value, "shape", None) == ():
             return self.encode(getattr(value, "item")())  # noqa: B009 - numpy's scalars
         return self._keep(value)
@@ -273,13 +316,17 @@ class Peer:
         """Inverse of `encode`."""
         if message is None or type(message) in (bool, str):
             return message
-        if type(message) is not dict or len(message) != 1:
+        if type(message) is not dict or len(message) not in (1, 2):
             raise Lost("a value that is none")
+        if "o" in message:
+            plain = message.pop("o")
+            if self.plain_only and plain:
+                return self.decode(plain[0])
         [(tag, body)] = message.items()
         if tag == "yours":
             return self._kept[body]
         if tag == "mine":
-            return Remote(self, int(body), self.plain_only)
+            return self._remotes.setdefault((int(body), self.plain_only), Remote(self, int(body), self.plain_only))
         if tag == "x":
             return self.error_class(body)
         return self._plain(tag, body)
@@ -289,9 +336,38 @@ class Peer:
             return _SCALARS[tag](body)
         if tag in _CONTAINERS:
             return _CONTAINERS[tag]([self.decode(item) for item in body])
-        if tag == "d":
-            return {self.decode(key): self.decode(item) for key, item in body}
+        if tag in _DICTIONARIES:
+            return _DICTIONARIES[tag](dict(self._pairs(body)))  # of pairs, a Counter would count the pairs
+        if tag == "dd":
+            return collections.defaultdict(self.decode(body[0]), self._pairs(body[1]))
+        if tag == "u":
+            return collections.deque([self.decode(item) for item in body[0]], body[1])
+        if tag == "v":
+            return getattr(dict(self._pairs(body[1])), ("keys", "values", "items")[body[0]])()
+        if tag == "da":
+            return _DATES[body[0]].fromisoformat(body[1])
+        if tag == "n":
+            name, fields, items, kept = body
+            items = [self.decode(item) for item in items]
+            if not self._may_look:
+                return Named(items, str(name), fields, self.decode(kept))
+            return collections.namedtuple(name, fields)(*items)
+        if tag == "it" and self._may_look:
+            return _pulled(self.decode(body))
         raise Lost("a value that is none")
+
+    def _pairs(self, body):
+        return [(self.decode(key), self.decode(item)) for key, item in body]
+
+
+def _pulled(following):
+    """What an iterator of the tests' gives, as far as it is asked."""
+    while True:
+        try:
+            item = following()
+        except StopIteration:
+            return
+        yield item
 
 
 class _AnyArguments:
@@ -321,8 +397,31 @@ _SCALARS = {
     "D": decimal.Decimal,
     "k": lambda body: getattr(builtins, body) if body in _KNOWN.values() else None,
     "r": lambda body: range(*map(int, body)),
+    "dt": lambda body: datetime.timedelta(*map(int, body)),
 }
 _CONTAINERS = {"t": tuple, "l": list, "s": set, "z": frozenset}
+_DICTIONARIES = {"dc": collections.Counter, "do": collections.OrderedDict, "d": dict}
+_DATES = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_CHANGEABLE = (list, dict, set, bytearray, collections.deque)
+_BASES = (
+    *((list, list), (dict, dict), (set, set), (frozenset, frozenset), (bytearray, bytearray)),
+    *((collections.deque, collections.deque), (str, str.__str__), (int, int.__int__), (float, float.__float__)),
+)
+"""Plain types, and how the plain value is had of one that is derived from them."""
+
+
+def _has_methods(value):
+    """Whether it is of a class that the program has derived from a plain one for the sake of more methods."""
+    kind = type(value)
+    if isinstance(value, enum.Enum):
+        return True
+    return isinstance(value, _CHANGEABLE) and str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names
+
+
+def _data(value):
+    """What a value is as a plain one, where it is derived from that: one in a tuple, or none."""
+    return next(((plain(value),) for base, plain in _BASES if isinstance(value, base)), ())
 
 
 def _is_exception(found):
@@ -335,6 +434,9 @@ def _change(mine, theirs):
         return
     if isinstance(mine, list | bytearray):
         mine[:] = theirs
+    elif isinstance(mine, collections.deque):
+        mine.clear()
+        mine.extend(theirs)
     elif isinstance(mine, dict | set):
         mine.clear()
         mine.update(theirs)
@@ -345,7 +447,7 @@ class Remote:
 
     __slots__ = ("_number", "_peer", "_plain_only")
 
-    def __init__(self, peer, number, plain_only=False):
+    def __init__(self, peer, number, plain_only):
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_plain_only", plain_only)
         object.__setattr__(self, "_number", number)
@@ -367,13 +469,36 @@ class Remote:
             except StopIteration:
                 return
 
-    def __hash__(self):
-        return object.__getattribute__(self, "_number")
+    def __contains__(self, item):
+        if isinstance(item, Remote):
+            return _ask(self, "contains", (item,))
+        try:
+            items = _ask(self, "iter")
+        except TypeError:
+            _refuse(self, "contains", item)
+        return any(item == one for one in items)
+
+
+class Named(tuple):
+    """A named tuple of the program's: its items are plain values, and what else it has stays there."""
+
+    def __new__(cls, items, name, fields, remote):
+        self = super().__new__(cls, items)
+        self.__dict__.update(zip(fields, self, strict=True), _fields=tuple(fields), _remote=remote, _name=name)
+        return self
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_remote"], name)
+
+    def __repr__(self):
+        if not _is_plain_only(self._remote):
+            return repr(self._remote)
+        return f"{self._name}({', '.join(f'{name}={item!r}' for name, item in zip(self._fields, self, strict=True))})"
 
 
 def _ask(remote, operation, arguments=(), named=None):
     peer = _peer_of(remote)
-    if object.__getattribute__(remote, "_plain_only") and operation not in ("call", "iter", "next"):
+    if _is_plain_only(remote) and operation not in ("call", "iter", "next", "data"):
         if operation == "len":  # list() asks for it, and does without
             raise TypeError("the program returned an object that has no length here")
         peer.complain("the program returned an object, where the tests name none of its classes")
@@ -384,42 +509,75 @@ def _peer_of(remote):
     return object.__getattribute__(remote, "_peer")
 
 
+def _is_plain_only(remote):
+    return object.__getattribute__(remote, "_plain_only")
+
+
 def _passing(name):
     def method(self, *arguments):
         if name == "exit":  # an exception of the tests stays with them
             arguments = (None, None, None)
-        result = _ask(self, name, arguments)
-        if name in ARITHMETIC and not isinstance(result, Remote) and not all(isinstance(a, Remote) for a in arguments):
-            _peer_of(self).complain("an object of the program computes with a plain value to a plain value")
-        return result
+        return _ask(self, name, arguments)
 
     return method
 
 
-def _contains(self, item):
-    if isinstance(item, Remote):
-        return _ask(self, "contains", (item,))
-    try:
-        iterator = iter(self)
-        first = next(iterator, _NOTHING)
-    except TypeError:  # it cannot be iterated, so it is the program's to say
-        return _ask(self, "contains", (item,))
-    return first is not _NOTHING and (first == item or any(other == item for other in iterator))
+def _between(name):
+    def method(self, other):
+        if not isinstance(other, Remote | Named):
+            if name in ("instancecheck", "subclasscheck"):
+                return False
+            _refuse(self, name, other)
+        return _ask(self, name, (other,))
+
+    return method
+
+
+def _between_named(name):
+    plain = getattr(tuple, f"__{name}__", lambda *_: NotImplemented)
+
+    def method(self, other):
+        if isinstance(other, Remote | Named) and not _is_plain_only(self._remote):
+            return _ask(self._remote, name, (other,))
+        return plain(self, other)
+
+    return method
+
+
+def _reflected(name):
+    def method(self, other):
+        _refuse(self, name, other)
+
+    return method
+
+
+def _refuse(remote, name, other):
+    _peer_of(remote).complain(
+        f"{name} of an object of the program with a {type(other).__name__}, which the tests do not hand over: compare "
+        "plain values, such as what its methods return"
+    )
 
 
 def _comparing(name):
     def method(self, other):
         if isinstance(other, Remote):
             return _ask(self, name, (other,))
+        found = _ask(self, "data") if isinstance(other, tuple(base for base, _ in _BASES)) else ()
+        if type(found) is tuple and len(found) == 1 and not isinstance(found[0], Remote):
+            return getattr(operator, f"__{name}__")(found[0], other)
         if name in ("eq", "ne"):
             return name == "ne"
-        return _peer_of(self).complain("an object of the program is to be less or more than a plain value")
+        _refuse(self, name, other)
 
     return method
 
 
 for _name in OPERATORS:
     setattr(Remote, f"__{_name}__", _passing(_name))
+for _name in BETWEEN[1:]:
+    setattr(Remote, f"__{_name}__", _between(_name))
+    if not _name.endswith("check"):
+        setattr(Remote, f"__r{_name}__", _reflected(_name))
+        setattr(Named, f"__{_name}__", _between_named(_name))
 for _name in COMPARING:
     setattr(Remote, f"__{_name}__", _comparing(_name))
-setattr(Remote, "__contains__", _contains)  # noqa: B010 - as those above

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, near, shown
+from rollout_core.base.settings import require_secret
 from rollout_core.config.verifiers import CodeReward, CodeSandbox
 from rollout_core.rewards.scoring import RewardInput, places
-from rollout_core.rewards.verifiers.code import CodeGrade, IoCase, grade_output, grade_tests
+from rollout_core.rewards.verifiers.code import CodeGrade, IoCase, begin_output, grade_tests
 from rollout_core.rewards.verifiers.extraction import code_or_all
 from rollout_core.sandbox import LANGUAGES, Limits, Program, Sandbox, SandboxSettings
 
@@ -53,12 +55,20 @@ class CodeGrader:
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[float | Fatal]:
         """The reward of each input, or what is wrong with its row. Raises Recoverable where the sandbox failed."""
-        with ThreadPoolExecutor(self._sandbox.parallel, thread_name_prefix="rollout-code-reward") as threads:
-            return list(threads.map(self._reward, inputs, places(inputs)))
+        with self._threads() as pool:
+            try:
+                begun = [self._begin(pool, sample.completion, sample.extras) for sample in inputs]
+                return [self._reward(grade, place) for grade, place in zip(begun, places(inputs), strict=True)]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
-    def _reward(self, sample: RewardInput, place: str) -> float | Fatal:
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._sandbox.parallel, thread_name_prefix="rollout-code-reward")
+
+    def _reward(self, finished: Callable[[], CodeGrade], place: str) -> float | Fatal:
         try:
-            grade = self.grade(sample.completion, sample.extras)
+            grade = finished()
         except ConfigError as error:
             return Fatal(f"reward code failed on {place}: {error}")
         return float(grade.all_passed) if self._spec.value == "all" else grade.share
@@ -66,6 +76,22 @@ class CodeGrader:
     def grade(self, completion: str, extras: Mapping[str, Any]) -> CodeGrade:
         """How the program in ``completion`` fares, case by case; without a program no case passes. Raises ConfigError
         where the row has no tests or they are none, and as `Sandbox.run`."""
+        with self._threads() as pool:
+            return self._begin(pool, completion, extras)()
+
+    def _begin(self, pool: Executor, completion: str, extras: Mapping[str, Any]) -> Callable[[], CodeGrade]:
+        """What waits for the grade, and raises as `grade`."""
+        try:
+            return self._begun(pool, completion, extras)
+        except ConfigError as error:
+            problem = error
+
+            def failed() -> CodeGrade:
+                raise problem
+
+            return failed
+
+    def _begun(self, pool: Executor, completion: str, extras: Mapping[str, Any]) -> Callable[[], CodeGrade]:
         spec = self._spec
         key = spec.row_keys[0]
         if key not in extras:
@@ -75,11 +101,12 @@ class CodeGrader:
         if spec.check == "output":
             cases = _cases(key, extras[key])
             options |= {"language": spec.language, "compare": spec.compare}
-            return grade_output(self._sandbox, source, cases, **options)
+            return begin_output(pool, self._sandbox, source, cases, **options)
         entry_point = extras.get(spec.entry_point_key)
         if entry_point is not None and not str(entry_point).isidentifier():
             raise ConfigError(f"the row's {spec.entry_point_key!r} is {shown(entry_point)}; expected a function's name")
-        return grade_tests(self._sandbox, source, _tests(key, extras[key]), entry_point=entry_point, **options)
+        tests = _tests(key, extras[key])
+        return pool.submit(grade_tests, self._sandbox, source, tests, entry_point=entry_point, **options).result
 
     def close(self) -> None:
         """End what the sandbox holds."""
@@ -95,8 +122,17 @@ def _settings(given: CodeSandbox | str) -> SandboxSettings:
         image=given.image,
         command=given.command,
         python=given.python,
-        search_path=given.packages,
+        search_path=(*given.packages, *_packages_of(given.python)),
+        api_key=None if given.api_key is None else require_secret(given.api_key),
     )
+
+
+def _packages_of(python: str | None) -> list[str]:
+    """Where the packages of a virtual environment are; of other interpreters none, which find their own by
+    themselves."""
+    if python is None or not (folder := Path(python).absolute().parents[1]).joinpath("pyvenv.cfg").is_file():
+        return []
+    return [str(found) for found in sorted(folder.glob("lib/python3.*/site-packages"))]
 
 
 def _tests(key: str, given: Any) -> list[str]:
