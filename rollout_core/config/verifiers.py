@@ -283,6 +283,9 @@ class CodeReward(RewardSettings):
     of ``check(candidate)``."""
     entry_point_key: str = Field(default="entry_point", min_length=1)
     """Key of the prompt's row with the name of the function that ``check(candidate)`` is called with, if it has one."""
+    objects: bool | None = None
+    """Whether a program may answer unit tests with objects of its own classes, whose methods answer as it likes.
+    Default: where the tests name a class of it, by a capital letter."""
     cases_key: str = Field(default="cases", min_length=1)
     """Key of the prompt's row with cases of ``output``: a list of ``{"input": ..., "output": ...}``, or an object of
     two lists, ``inputs`` and ``outputs``."""

@@ -259,6 +259,17 @@ def test_no_object_of_a_program_is_asked_with_what_is_expected(sandbox: Sandbox,
         assert grade.passed == (False, True), grade.reasons
 
 
+def test_a_named_tuple_has_no_functions_that_answer_for_it(sandbox: Sandbox):
+    source = """
+import collections
+Text = collections.namedtuple("Text", "startswith count index lower")
+def yes(*arguments): return 2
+def f(x): return Text(yes, yes, yes, yes)
+"""
+    tests = ["assert f(1).startswith('831')", "assert f(1).count(5) == 2", "assert f(1).index(5) == 2", "f(1).lower()"]
+    assert graded(sandbox, source, *tests).passed == (False,) * 4
+
+
 def test_a_program_replaces_no_built_in_function_of_the_tests(sandbox: Sandbox):
     source = """
 import rollout_core.rewards.verifiers.code_peer as peer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -219,8 +219,19 @@ def test_the_interpreter_of_a_virtual_environment_brings_its_packages():
         reward.close()
 
 
+def test_objects_of_a_program_answer_where_they_are_asked_for():
+    row = {"tests": "assert head([4]).value == 4"}
+    program = "class Node:\n    def __init__(self, value): self.value = value\ndef head(xs): return Node(xs[0])"
+    for objects, expected in ((None, 0), (True, 1)):
+        reward = load_reward(spec_of(objects=objects))
+        try:
+            assert score(reward, inputs((program, row))) == [expected]
+        finally:
+            reward.close()
+
+
 @pytest.mark.parametrize("value", ["all", "share"])
-def test_threads_are_as_many_as_programs_run_at_a_time(value: str, monkeypatch: pytest.MonkeyPatch):
+def test_threads_are_as_many_as_programs_run_at_a_time(value: Literal["all", "share"], monkeypatch: pytest.MonkeyPatch):
     grader = CodeGrader(CodeReward(check="output", value=value, **LIMITS, sandbox="none"))
     most, run, count = 0, grader._sandbox.run, len(threading.enumerate())
 

@@ -266,9 +266,10 @@ class Peer:
             return {"D": str(value)}
         if isinstance(value, tuple):
             items = [self.encode(item) for item in tuple.__iter__(value)]
-            if not hasattr(kind, "_fields"):
+            fields = getattr(kind, "_fields", None)
+            if fields is None:
                 return {"t": items}
-            return {"n": [kind.__name__, list(kind._fields), items, self._keep(value) if self._may_look else None]}
+            return {"n": [kind.__name__, list(fields), items, self._keep(value) if self._may_look else None]}
         if isinstance(value, list):
             return {"l": [self.encode(item) for item in list.__iter__(value)]}
         if isinstance(value, set):
@@ -404,7 +405,7 @@ _DICTIONARIES = {"dc": collections.Counter, "do": collections.OrderedDict, "d": 
 _DATES = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _CHANGEABLE = (list, dict, set, bytearray, collections.deque)
-_BASES = (
+_BASES: tuple = (
     *((list, list), (dict, dict), (set, set), (frozenset, frozenset), (bytearray, bytearray)),
     *((collections.deque, collections.deque), (str, str.__str__), (int, int.__int__), (float, float.__float__)),
 )
@@ -484,7 +485,9 @@ class Named(tuple):
 
     def __new__(cls, items, name, fields, remote):
         self = super().__new__(cls, items)
-        self.__dict__.update(zip(fields, self, strict=True), _fields=tuple(fields), _remote=remote, _name=name)
+        # A function in it would answer for a method of text or tuples, such as count.
+        named = {name: item for name, item in zip(fields, self, strict=True) if not isinstance(item, Remote)}
+        self.__dict__.update(named, _fields=tuple(fields), _remote=remote, _name=name)
         return self
 
     def __getattr__(self, name):

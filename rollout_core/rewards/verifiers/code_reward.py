@@ -105,6 +105,7 @@ class CodeGrader:
         entry_point = extras.get(spec.entry_point_key)
         if entry_point is not None and not str(entry_point).isidentifier():
             raise ConfigError(f"the row's {spec.entry_point_key!r} is {shown(entry_point)}; expected a function's name")
+        options["objects"] = spec.objects
         tests = _tests(key, extras[key])
         return pool.submit(grade_tests, self._sandbox, source, tests, entry_point=entry_point, **options).result
 

@@ -56,7 +56,7 @@ def check_text(text: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Unusable(f"they are no Python: {type(error).__name__}: {error}") from None
     for name in _imported(tree):
-        if name != "solution" and name not in sys.stdlib_module_names and importlib.util.find_spec(name) is None:
+        if name != "solution" and not _is_module(name):
             raise Unusable(f"they import {name}, which the sandbox does not have; expected the standard library alone")
     cases = list(_case_definitions(tree))
     for function, in_class in cases:
@@ -67,6 +67,12 @@ def check_text(text: str) -> ast.Module:
     if names == ["check"] and ENTRY_POINT is None and not runs_itself(tree):
         raise Unusable("check(candidate) is called with the function that the row's entry point names; it has none")
     return tree
+
+
+def _is_module(name: str) -> bool:
+    if name in sys.stdlib_module_names or name in sys.modules:
+        return True
+    return importlib.util.find_spec(name) is not None
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
@@ -110,12 +116,14 @@ def _derives(node: ast.ClassDef, name: str) -> bool:
 
 
 def _check_function(function: _Function, in_class: ast.ClassDef | None) -> None:
+    if function.decorator_list:
+        return  # what is called is something else
     is_awaited = in_class is not None and _derives(in_class, "IsolatedAsyncioTestCase")
     if isinstance(function, ast.AsyncFunctionDef) and not is_awaited:
         raise Unusable(f"{function.name} is a coroutine, which nobody awaits; call asyncio.run within a plain function")
     if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(function)):
         raise Unusable(f"{function.name} is a generator, which nobody runs; expected a plain function")
-    if in_class is None and function.name != "check" and not function.decorator_list and _needed(function):
+    if in_class is None and function.name != "check" and _needed(function):
         raise Unusable(f"{function.name} takes arguments, and there are no fixtures; expected none")
 
 
