@@ -43,6 +43,7 @@ moved.alias(
         "objects.unstored": "rollout_core.objects.retention.unstored",
         "plans.resources": "rollout_core.plans.memory_and_disk",
         "promotion.adapter": "rollout_core.exports.adapter",
+        "promotion.bootstrap": "rollout_core.evaluation.bootstrap",
         "promotion.export": "rollout_core.exports.hugging_face",
         "promotion.gguf_file": "rollout_core.models.gguf_writing",
         "promotion.model_card": "rollout_core.exports.model_card",

@@ -170,6 +170,10 @@ class ExactMatchReward(RewardSettings):
     def row_keys(self) -> tuple[str, ...]:
         return (self.answer_key,)
 
+    @property
+    def reads_answers(self) -> bool:
+        return True
+
 
 class FunctionReward(RewardSettings):
     """A function of yours: ``def reward(sample: RewardInput) -> float | None``, of a whole list under `batch_reward`,

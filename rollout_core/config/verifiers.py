@@ -40,6 +40,11 @@ class RewardSettings(Described):
         """Keys that every prompt's row has to have."""
         return ()
 
+    @property
+    def reads_answers(self) -> bool:
+        """Whether a completion has an answer that can be told from other answers, as a vote needs it."""
+        return False
+
 
 class Extraction(RewardSettings):
     """Which part of a completion is the answer. A completion without such a part has no answer and earns 0."""
@@ -111,6 +116,10 @@ class MathReward(VerifiedReward):
     def row_keys(self) -> tuple[str, ...]:
         return (self.answer_key,)
 
+    @property
+    def reads_answers(self) -> bool:
+        return True
+
 
 class RegexReward(VerifiedReward):
     """1 where the answer matches a regular expression, else 0; or where what it finds is the row's answer."""
@@ -139,6 +148,10 @@ class RegexReward(VerifiedReward):
     @property
     def row_keys(self) -> tuple[str, ...]:
         return () if self.answer_key is None else (self.answer_key,)
+
+    @property
+    def reads_answers(self) -> bool:
+        return self.answer_key is not None
 
 
 class SchemaReward(VerifiedReward):
@@ -206,6 +219,44 @@ class InstructionsReward(VerifiedReward):
     @property
     def row_keys(self) -> tuple[str, ...]:
         return (self.ids_key, self.kwargs_key)
+
+
+class TextReward(VerifiedReward):
+    """How near the answer is to the row's as text: 0 or 1 where the two are compared, 0 to 1 where their overlap is
+    measured. BLEU, chrF and ROUGE are those of sacrebleu and rouge-score (``pip install
+    'rollout-post-training[verify]'``)."""
+
+    kind: Literal["text"] = "text"
+    compare: Literal["exact", "normalised", "numeric", "contains", "f1", "bleu", "chrf", "rouge"] = "normalised"
+    """``exact``: the same characters. ``normalised``: the same words, without case, punctuation and articles, as SQuAD
+    has it. ``numeric``: the last number is the same. ``contains``: the row's answer occurs in it. ``f1``: overlap of
+    words, normalised, as SQuAD has it. ``bleu``, ``chrf``: of a sentence, divided by 100. ``rouge``: ROUGE-L's F."""
+    answer_key: str = Field(default="answer", min_length=1)
+    """Key of the prompt's row that holds the answer, a text or a number; or a list of them, of which the one that gives
+    most counts. BLEU and chrF take all of a list as their references."""
+    extract: Extraction = Extraction()
+    """Where the answer stands."""
+    ignore_case: bool = False
+    """Upper and lower case count as the same; for ``exact`` and ``contains``, as the others have rules of their own."""
+
+    @property
+    def measures_overlap(self) -> bool:
+        """Whether packages of the extra ``verify`` compare."""
+        return self.compare in ("bleu", "chrf", "rouge")
+
+    @model_validator(mode="after")
+    def _case_counts_somewhere(self) -> TextReward:
+        if self.ignore_case and self.compare not in ("exact", "contains"):
+            raise ValueError(f'compare = "{self.compare}" has a rule of its own for case; leave out ignore_case')
+        return self
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return (self.answer_key,)
+
+    @property
+    def reads_answers(self) -> bool:
+        return self.compare in ("exact", "normalised", "numeric", "f1")
 
 
 class CodeSandbox(RewardSettings):
@@ -335,5 +386,5 @@ class CodeReward(RewardSettings):
         return {**self.model_dump(mode="json"), "sandbox": place.cache_identity()}
 
 
-Verified = MathReward | RegexReward | SchemaReward | SqlReward | InstructionsReward
+Verified = MathReward | RegexReward | SchemaReward | SqlReward | InstructionsReward | TextReward
 """The rewards that verify an answer in a process of their own."""

@@ -13,9 +13,9 @@ from typing import Any
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.promotion import MIN_PROMPTS, PromotionConfig
 from rollout_core.data.samples import decode_samples
+from rollout_core.evaluation.bootstrap import paired_gain
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, EvalReport, Record
-from rollout_core.promotion.bootstrap import paired_gain
 from rollout_core.promotion.guards import GuardFinding, Moment
 
 SHOWN_CONFIDENCE = 0.95

@@ -12,8 +12,8 @@ from typing import Any
 from rollout_core.base.errors import MissingObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.evaluation.bootstrap import PairedGain, paired_gain
 from rollout_core.objects import ObjectStore
-from rollout_core.promotion.bootstrap import PairedGain, paired_gain
 from rollout_core.runs.run_records import RunDetail, RunHead
 
 _NOT_OWN = ("guard ", "latest", "held out, ")

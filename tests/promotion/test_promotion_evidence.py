@@ -17,8 +17,8 @@ from rollout_core.config import (
     PromotionConfig,
     parse_config,
 )
+from rollout_core.evaluation.bootstrap import paired_gain
 from rollout_core.objects import ObjectStore
-from rollout_core.promotion.bootstrap import paired_gain
 from rollout_core.promotion.evidence import Evidence, compare, rewards_by_prompt
 from rollout_core.promotion.guards import GuardFinding
 from tests.support.evaluations import evaluation

@@ -10,8 +10,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
+from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_core.base.errors import ConfigError, Fatal
@@ -22,6 +24,8 @@ from rollout_core.rewards.scoring import judge
 from rollout_core.rewards.verifiers.extraction import boxed, code_blocks, code_or_all, extract
 from rollout_core.rewards.verifiers.instructions import CHECKS, count_sentences
 from rollout_core.rewards.verifiers.process import verifier_of
+from rollout_core.rewards.verifiers.texts import normalised, word_f1
+from rollout_core.rewards.votes import read_answers
 
 SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
 
@@ -482,3 +486,126 @@ def test_a_row_without_the_answer_is_named():
             score(reward, [RewardInput("p", "1", {"answr": 1})])
     finally:
         reward.close()
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compare", "answer", "completion", "reward"),
+    [
+        ("exact", "Paris", " Paris\n", 1),
+        ("exact", "Paris", "paris", 0),
+        ("exact", "e\u0301", "\u00e9", 1),
+        ("exact", 42.0, "42", 1),
+        ("exact", ["Rome", "Paris"], "Paris", 1),
+        ("normalised", "The Eiffel Tower", "eiffel tower!", 1),
+        ("normalised", "Eiffel Tower", "in the Eiffel Tower", 0),
+        ("normalised", "the", "", 1),
+        ("numeric", 1000, "It is $1,000.", 1),
+        ("numeric", "0.5", "first 3, then .5", 1),
+        ("numeric", 3, "5-3", 1),
+        ("numeric", -3, "so x = -3", 1),
+        ("numeric", "1e3", "1000.0000001", 1),
+        ("numeric", 7, "seven", 0),
+        ("contains", "Paris", "It is Paris, of course", 1),
+        ("contains", "Paris", "It is paris", 0),
+        ("f1", "the cat sat", "a cat sat down", 2 * 2 / (2 + 3)),
+        ("f1", "cat", "dog", 0),
+        ("f1", "the", "an", 1),
+        ("f1", ["dog", "cat sat"], "cat sat", 1),
+        ("bleu", "the cat sat on the mat", "the cat sat on the mat", 1),
+        ("chrf", "the cat sat on the mat", "the cat sat on the mat", 1),
+        ("rouge", "the cat sat on the mat", "the cat on mat", 2 * (4 / 4) * (4 / 6) / (4 / 4 + 4 / 6)),
+        ("rouge", ["dogs", "the cat"], "the cat", 1),
+        ("bleu", "the cat", "", 0),
+        ("chrf", "the cat", "xyz", 0),
+    ],
+)
+def test_answers_are_compared_as_text(compare: str, answer: Any, completion: str, reward: float):
+    found = verified(completion, "text", compare=compare, extras={"answer": answer})
+    assert found == pytest.approx(reward)
+
+
+@hypothesis.given(st.text(max_size=30), st.text(max_size=30))
+def test_the_words_of_two_texts_overlap_alike_from_both_sides(one: str, other: str):
+    assert word_f1(one, other) == word_f1(other, one)
+    assert 0 <= word_f1(one, other) <= 1
+    assert word_f1(one, one) == 1
+    assert normalised(normalised(one)) == normalised(one)
+
+
+@pytest.mark.parametrize(
+    ("compare", "answer", "message"),
+    [
+        ("numeric", "seven", "expected a number in it"),
+        ("contains", " ", "every completion contains"),
+        ("exact", {"a": 1}, "expected a text or a number"),
+        ("f1", True, "expected a text or a number"),
+        ("bleu", None, "expected a text or a number"),
+    ],
+)
+def test_a_rows_text_that_cannot_be_compared_is_named(compare: str, answer: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        verified("x", "text", compare=compare, extras={"answer": answer})
+
+
+def test_case_is_ignored_only_where_no_rule_says_so_already():
+    assert verified("PARIS", "text", compare="exact", ignore_case=True, extras={"answer": "Paris"}) == 1
+    with pytest.raises(ValidationError, match="has a rule of its own for case"):
+        spec_of("text", compare="f1", ignore_case=True)
+
+
+def test_a_text_that_is_extracted_is_compared_in_a_process_of_its_own():
+    spec = spec_of("text", compare="exact", extract={"take": "after", "marker": "####"})
+    reward = load_reward(spec)
+    try:
+        inputs = [RewardInput("q", text, {"answer": "4"}) for text in ("2+2\n#### 4", "4", "#### 5")]
+        assert score(reward, inputs) == [1, 0, 0]
+    finally:
+        reward.close()
+
+
+# -- the answers that are voted on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "completions", "answers"),
+    [
+        ({"kind": "exact_match", "ignore_case": True}, [" A ", "a", "b"], ["a", "a", "b"]),
+        ({"kind": "math"}, [r"\boxed{1/2}", r"so $\frac{1}{2}$", "none"], ["1/2", "1/2", None]),
+        ({"kind": "text"}, ["The cat.", "cat", "dog"], ["cat", "cat", "dog"]),
+        ({"kind": "text", "compare": "numeric"}, ["so 1,000", "1000.0", "x"], ["1000.0", "1000.0", None]),
+        ({"kind": "text", "compare": "exact", "extract": {"take": "boxed"}}, [r"\boxed{B}", "B"], ["B", None]),
+        (
+            {"kind": "regex", "pattern": r"A: (\w+)", "answer_key": "answer"},
+            ["A: x", "A: y A: x ", "x"],
+            ["x", "x", None],
+        ),
+    ],
+)
+def test_equal_answers_are_read_as_equal(spec: dict[str, Any], completions: list[str], answers: list[str | None]):
+    assert read_answers(SPECS.validate_python(spec), completions, print) == answers
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"kind": "schema"},
+        {"kind": "instructions"},
+        {"kind": "regex", "pattern": "x"},
+        {"kind": "text", "compare": "bleu"},
+        {"kind": "function", "callable": "a:b"},
+        {"kind": "expression", "expression": "num_tokens"},
+    ],
+)
+def test_a_reward_that_reads_no_answers_is_refused(spec: dict[str, Any]):
+    with pytest.raises(ConfigError, match="reads no answers"):
+        read_answers(SPECS.validate_python(spec), ["x"], print)
+
+
+def test_an_answer_that_takes_for_ever_to_read_is_none_and_costs_no_other():
+    spec = spec_of("regex", pattern=r"^(a|aa)+\1{3}c$|(fine)", answer_key="answer", timeout_seconds=1.0)
+    lines: list[str] = []
+    assert read_answers(spec, ["x", HOSTILE, "x"], lines.append) == [None, None, None]
+    assert any("1 of 3 answers could not be verified and have no answer" in line for line in lines)

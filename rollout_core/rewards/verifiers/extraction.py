@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import dedent
+from typing import Any
 
 import regex
 
@@ -109,3 +110,8 @@ def code_or_all(completion: str, wanted: Extraction | None, language: str | None
         return extract(completion, wanted)
     blocks = list(code_blocks(completion, language)) or list(code_blocks(completion))
     return blocks[-1].strip("\n") if blocks else completion.strip("\n")
+
+
+def listed(answer: Any) -> Sequence[Any]:
+    """The answers of a row that has one, or a list of them."""
+    return answer if isinstance(answer, list) and answer else [answer]

@@ -13,7 +13,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from rollout_core.base.errors import ConfigError, shown
 from rollout_core.config.verifiers import MathReward
-from rollout_core.rewards.verifiers.extraction import boxed, extract
+from rollout_core.rewards.verifiers.extraction import boxed, extract, listed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its alarms are off
 _CONFIGS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -32,15 +32,15 @@ _NAMES = {"sqrt", "frac", "pi", "sin", "cos", "tan", "log", "ln", "exp", "min", 
 def math_reward(spec: MathReward, completion: str, extras: dict[str, Any]) -> float:
     """1 where the answer in ``completion`` equals that of the row, else 0. Raises ConfigError for a row's answer that
     is none."""
-    references = [_reference(spec, answer) for answer in _listed(extras[spec.answer_key])]
+    references = [_reference(spec, answer) for answer in listed(extras[spec.answer_key])]
     found = _answers(spec, completion.translate(_SIGNS))
     return float(any(_equal(spec, reference, one) for reference in references for one in found))
 
 
-def _listed(answer: Any) -> Sequence[Any]:
-    if isinstance(answer, list) and answer:
-        return answer
-    return [answer]
+def math_answer(spec: MathReward, completion: str) -> str | None:
+    """The answer as SymPy writes it, which is the same of expressions that are the same but for their notation."""
+    found = _answers(spec, completion.translate(_SIGNS))
+    return str(found[0][0]) if found else None
 
 
 def _reference(spec: MathReward, answer: Any) -> list[Any]:

@@ -15,15 +15,24 @@ from rollout_core.rewards.verifiers.extraction import extract
 
 def regex_reward(spec: RegexReward, completion: str, extras: Mapping[str, Any]) -> float:
     """1 where the answer matches, and what it finds is the row's answer where there is one to compare; else 0."""
+    found = _last_match(spec, completion)
+    if found is None or spec.answer_key is None:
+        return float(found is not None)
+    same = partial(comparable, ignore_case=spec.ignore_case)
+    return float(same(found[1] or "") in map(same, written(extras[spec.answer_key])))
+
+
+def regex_answer(spec: RegexReward, completion: str) -> str | None:
+    """What is compared with the row's answer."""
+    found = _last_match(spec, completion)
+    return None if found is None else comparable(found[1] or "", ignore_case=spec.ignore_case)
+
+
+def _last_match(spec: RegexReward, completion: str) -> Any:
     answer = extract(completion, spec.extract)
     if answer is None:
-        return 0.0
+        return None
     pattern = regex.compile(spec.pattern, regex.IGNORECASE if spec.ignore_case else 0)
     if spec.match == "full":
-        found = [match for match in (pattern.fullmatch(answer),) if match is not None]
-    else:
-        found = list(pattern.finditer(answer))
-    if not found or spec.answer_key is None:
-        return float(bool(found))
-    same = partial(comparable, ignore_case=spec.ignore_case)
-    return float(same(found[-1][1] or "") in map(same, written(extras[spec.answer_key])))
+        return pattern.fullmatch(answer)
+    return next(reversed(list(pattern.finditer(answer))), None)

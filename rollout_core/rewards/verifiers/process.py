@@ -12,6 +12,7 @@ import os
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rollout_core.base.errors import ConfigError, Fatal, Recoverable, in_words, 
 from rollout_core.base.ids import ContentId
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.processes import Limits
-from rollout_core.config.verifiers import SqlReward, Verified
+from rollout_core.config.verifiers import SqlReward, TextReward, Verified
 from rollout_core.objects.trees import hash_file
 from rollout_core.rewards.scoring import RewardInput, places
 
@@ -75,30 +76,39 @@ class VerifierProcesses:
         where the machine is to blame."""
         self._check_files()
         rows = [[sample.completion, dict(sample.extras)] for sample in inputs]
+        values = self._in_chunks("rows", rows, 0.0, "earn 0")
+        self._check_files()
+        return [
+            Fatal(f"reward {self._spec.kind} failed on {place}: {value}") if isinstance(value, str) else value
+            for place, value in zip(places(inputs), values, strict=True)
+        ]
+
+    def answers(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer that each completion is judged by, in a form that equal answers share; None where it has none."""
+        return self._in_chunks("completions", completions, None, "have no answer")
+
+    def _in_chunks(self, what: str, rows: Sequence[Any], lost: Any, fate: str) -> list[Any]:
+        """What processes find of the rows, in order; ``lost`` of one that ended its process."""
         chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
         free: queue.SimpleQueue[Child] = queue.SimpleQueue()
         for child in self._children[: len(chunks)]:
             free.put(child)
         ended: list[str] = []
 
-        def verified(chunk: list[Any]) -> list[float | str]:
+        def verified(chunk: Sequence[Any]) -> list[Any]:
             child = free.get()
             try:
-                return self._verify(child, chunk, ended)
+                return self._verify(child, what, chunk, lost, ended)
             finally:
                 free.put(child)
 
         with ThreadPoolExecutor(max(1, min(len(chunks), len(self._children)))) as threads:
             values = [value for part in threads.map(verified, chunks) for value in part]
-        self._check_files()
         if ended:
             self._on_line(
-                f"{len(ended)} of {len(rows)} answers could not be verified and earn 0; the last one {ended[-1]}"
+                f"{len(ended)} of {len(rows)} answers could not be verified and {fate}; the last one {ended[-1]}"
             )
-        return [
-            Fatal(f"reward {self._spec.kind} failed on {place}: {value}") if isinstance(value, str) else value
-            for place, value in zip(places(inputs), values, strict=True)
-        ]
+        return values
 
     def _check_files(self) -> None:
         for name, wanted in self._files.items():
@@ -112,18 +122,19 @@ class VerifierProcesses:
                     "start the run again to score with it as it is now"
                 )
 
-    def _verify(self, child: Child, rows: list[Any], ended: list[str]) -> list[float | str]:
+    def _verify(self, child: Child, what: str, rows: Sequence[Any], lost: Any, ended: list[str]) -> list[Any]:
         if not rows:
             return []
         try:
-            return child.call({"rows": rows})
+            return child.call({what: list(rows)})
         except Ended as error:
             place = error.place
             if place is None or not 0 <= place < len(rows):
                 raise Fatal(f"reward {self._spec.kind} does not run: it {error}") from error
             ended.append(str(error))
-            before, after = (self._verify(child, part, ended) for part in (rows[:place], rows[place + 1 :]))
-            return [*before, 0.0, *after]
+            parts = rows[:place], rows[place + 1 :]
+            before, after = (self._verify(child, what, part, lost, ended) for part in parts)
+            return [*before, lost, *after]
         except Interrupted as error:
             raise Recoverable(f"reward {self._spec.kind} was interrupted: its process {error.reason}") from error
 
@@ -139,13 +150,19 @@ VERIFIERS = {
     "schema": "schema:schema_reward",
     "sql": "sql:sql_reward",
     "instructions": "instructions:instructions_reward",
+    "text": "texts:text_reward",
+    "text by overlap": "overlaps:overlap_reward",
 }
 """By kind, the function that verifies, in a module that imports what it alone needs."""
+
+ANSWERS = {"math": "mathematics:math_answer", "regex": "patterns:regex_answer", "text": "texts:text_answer"}
+"""By kind, the function that reads a completion's answer, of kinds that read one."""
 
 
 def verifier_of(spec: Verified, base: Path) -> Verifier:
     """The function that ``spec`` describes. Raises ConfigError naming the package that is not installed."""
-    module, _, name = VERIFIERS[spec.kind].partition(":")
+    kind = "text by overlap" if isinstance(spec, TextReward) and spec.measures_overlap else spec.kind
+    module, _, name = VERIFIERS[kind].partition(":")
     try:
         function = getattr(import_module(f"{__package__}.{module}"), name)
     except ModuleNotFoundError as error:
@@ -158,19 +175,32 @@ def verifier_of(spec: Verified, base: Path) -> Verifier:
     return lambda completion, extras: function(spec, completion, extras)
 
 
-_loaded: tuple[Verifier, Sequence[str]] | None = None
+_loaded: tuple[Verified, Verifier] | None = None
 
 
 def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
-    """Load what the first request describes; verify the rows of any other one: a number each, or what is wrong with the
-    row."""
+    """Load what the first request describes; verify the rows of any other one, a number each, or what is wrong with the
+    row; or read the answers of completions."""
     global _loaded
     if "spec" in request:
         spec = _SPECS.validate_python(request["spec"])
-        _loaded = verifier_of(spec, Path(request["base"])), spec.row_keys
+        _loaded = spec, verifier_of(spec, Path(request["base"]))
         return None
     assert _loaded is not None, "the caller loads it first"
-    return list(_verified(*_loaded, request["rows"], report))
+    spec, verify = _loaded
+    if "rows" in request:
+        return list(_verified(verify, spec.row_keys, request["rows"], report))
+    module, _, name = ANSWERS[spec.kind].partition(":")
+    read = getattr(import_module(f"{__package__}.{module}"), name)
+    return list(_answers(partial(read, spec), request["completions"], report))
+
+
+def _answers(
+    read: Callable[[str], str | None], completions: Sequence[str], report: Callable[[int], None]
+) -> Iterator[str | None]:
+    for index, completion in enumerate(completions):
+        report(index)
+        yield read(completion)
 
 
 def _verified(
