@@ -29,6 +29,7 @@ INSIDE_FUNCTIONS = {
     "deployments.supervision": "Prefect reads its server's address when it is imported",
     "deployments.ui.mounted": "a store's server starts without pages",
     "flows.cli.agents": "a dry run first has another process begin to import torch",
+    "flows.cli.evaluate": "a dry run first has another process begin to import torch",
     "flows.cli.export": "imports torch",
     "flows.cli.infer_batch": "a dry run first has another process begin to import torch",
     "flows.cli.lineage": "most lineages need neither samples' rows nor OpenLineage, an extra",

@@ -27,6 +27,7 @@ TITLES = {
     "on_policy": "Learning on policy",
     "rewards": "Rewards",
     "inference": "Sampling, backends, workers",
+    "evaluation": "Suites",
     "promotion": "Promotion",
     "agents": "Agents",
     "cloud": "Clouds",
@@ -35,6 +36,7 @@ TITLES = {
 COMMANDS = {
     "nightly": "rollout nightly",
     "infer-batch": "rollout infer batch",
+    "evaluate-suites": "rollout eval run MODEL --suite FILE",
     "train-agent": "rollout agent train",
     "tune-prompt": "rollout agent tune",
     "learn-online": "rollout agent online",
@@ -76,7 +78,8 @@ def _index() -> str:
     ]
     for kind, model in CONFIG_KINDS.items():
         command = COMMANDS.get(kind, f"rollout {kind.replace('-', ' ')}")
-        lines.append(f"| {kind} | `{command} --config FILE` | [{model.__name__}](runs.md#{model.__name__.lower()}) |")
+        command = command if command.endswith(" FILE") else f"{command} --config FILE"
+        lines.append(f"| {kind} | `{command}` | [{model.__name__}](runs.md#{model.__name__.lower()}) |")
     for kind in ("train-agent", "tune-prompt", "learn-online"):
         name = CONFIG_KINDS[kind].__name__
         lines = [line.replace(f"(runs.md#{name.lower()})", f"(agents.md#{name.lower()})") for line in lines]

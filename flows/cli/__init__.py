@@ -107,6 +107,23 @@ add_commands(
 )
 app.add_typer(infer_app, name="infer")
 
+eval_app = typer.Typer(no_args_is_help=True, help="Evaluate models by suites of questions.")
+add_commands(
+    eval_app,
+    {
+        "run": (
+            "flows.cli.evaluate:eval_run",
+            "Ask a model the questions of suites and print what its answers come to, with intervals.",
+        ),
+        "compare": (
+            "flows.cli.evaluate:eval_compare",
+            "Print how two evaluated models differ, suite by suite and question by question.",
+        ),
+        "list": ("flows.cli.evaluate:eval_list", "Print the models that were evaluated, by suites."),
+    },
+)
+app.add_typer(eval_app, name="eval")
+
 agent_app = typer.Typer(no_args_is_help=True, help="Train agents.")
 add_commands(
     agent_app,

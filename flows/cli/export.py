@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from flows.cli.common import Debug, one_line_errors
+from flows.cli.promotion import served_id
 from flows.cli.storage import StoragePath
-from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.locks import scratch_folder
-from rollout_core.promotion.history import served_model
-from rollout_core.store import SqlLightningStore
-from tasks.runtime.prefect_server import object_store, storage_and_database
+from tasks.runtime.prefect_server import object_store
 
 
 def export(
@@ -62,7 +60,7 @@ def export(
             raise ConfigError("--adapter writes an adapter alone, in float32; leave out --gguf and --dtype")
         from rollout_core.exports.hugging_face import export_model, model_to_export, push_to_hub  # with torch
 
-        digits = _served(resource) if model == "latest" else model
+        digits = served_id(resource) if model == "latest" else model
         with object_store(storage) as objects, scratch_folder("export") as scratch:
             target = folder if folder is not None else scratch / "model"
             options: Any = {"as_gguf": gguf, "as_adapter": adapter, "dtype": dtype}
@@ -72,19 +70,3 @@ def export(
             if push is not None:
                 message = f"Model {found.model.short}"
                 typer.echo(push_to_hub(target, push, private=not public, revision=revision, message=message))
-
-
-def _served(resource: str) -> str:
-    """The model that the latest resources serve under this name."""
-    with storage_and_database() as known:
-        known.try_database()
-        objects = known.open_objects()
-
-        async def look() -> str | None:
-            async with SqlLightningStore.from_url(known.database_url()) as store:
-                return await served_model(store, objects, resource)
-
-        found = asyncio.run(look())
-    if found is None:
-        raise NotFound(f"{resource!r} serves no model of ours; `rollout promotions` lists what does")
-    return found

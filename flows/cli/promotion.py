@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.common import Debug, one_line_errors
+from rollout_core.base.errors import NotFound
 from rollout_core.config import PromotionConfig, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.retention.unstored import find_model
@@ -27,6 +28,9 @@ from rollout_core.runs.decisions import note_decision
 from rollout_core.store import LightningStore, SqlLightningStore
 from tasks.runtime.prefect_server import storage_and_database
 
+ServedResource = Annotated[
+    str, typer.Option("--resource", help="Resource whose latest model is meant, where the model is latest.")
+]
 Reason = Annotated[str, typer.Option("--reason", help="For the history.")]
 ResourceName = Annotated[str, typer.Argument(metavar="RESOURCE", help="Name of the model among the resources.")]
 
@@ -110,6 +114,18 @@ def rollback(
 
         entry = _connected(change)
         typer.echo(f"{resource}: model {entry.model}{_instead(entry)}")
+
+
+def served_id(resource: str) -> str:
+    """The model that the latest resources serve under this name. Raises NotFound where they serve none."""
+
+    async def look(objects: ObjectStore, store: LightningStore) -> str | None:
+        return await served_model(store, objects, resource)
+
+    found = _connected(look)
+    if found is None:
+        raise NotFound(f"{resource!r} serves no model of ours; `rollout promotions` lists what does")
+    return found
 
 
 def _instead(entry: Entry) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from flows.cli.common import one_line_errors
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import CONFIG_KINDS, json_schema
+from rollout_core.config import json_schema
 
 
 def schema(
@@ -21,5 +21,5 @@ def schema(
     with one_line_errors(debug=False):
         schemas = json_schema()
         if kind is not None and kind not in schemas:
-            raise ConfigError(f"no kind of run is named {kind!r}; expected one of {', '.join(CONFIG_KINDS)}")
+            raise ConfigError(f"no kind of configuration is named {kind!r}; expected one of {', '.join(schemas)}")
         typer.echo(json.dumps(schemas if kind is None else schemas[kind], indent=2))

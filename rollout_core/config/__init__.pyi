@@ -38,6 +38,7 @@ from .base import (
     parse_config as parse_config,
 )
 from .curriculum import Curriculum as Curriculum, PromptCurriculum as PromptCurriculum
+from .evaluation import FewShot as FewShot, Suite as Suite, SuitePrompt as SuitePrompt
 from .experience import (
     DynamicSampling as DynamicSampling,
     ImportanceCorrection as ImportanceCorrection,
@@ -120,6 +121,7 @@ from .promotion import (
 from .runs import (
     BatchSampling as BatchSampling,
     DPOAlgorithm as DPOAlgorithm,
+    EvalConfig as EvalConfig,
     EvaluationConfig as EvaluationConfig,
     FailurePolicy as FailurePolicy,
     GKDAlgorithm as GKDAlgorithm,

@@ -8,7 +8,9 @@ from typing import Any
 from rollout_core.base.errors import ConfigError
 from rollout_core.config.agents import LearnOnlineConfig, TrainAgentConfig, TunePromptConfig
 from rollout_core.config.base import parse_config
+from rollout_core.config.evaluation import Suite
 from rollout_core.config.runs import (
+    EvalConfig,
     InferBatchConfig,
     NightlyConfig,
     Run,
@@ -31,6 +33,7 @@ CONFIG_KINDS: dict[str, type[Run]] = {
     "train-ipo": TrainIPOConfig,
     "train-kto": TrainKTOConfig,
     "infer-batch": InferBatchConfig,
+    "evaluate-suites": EvalConfig,
     "train-agent": TrainAgentConfig,
     "tune-prompt": TunePromptConfig,
     "learn-online": LearnOnlineConfig,
@@ -57,5 +60,5 @@ def kind_of(tables: Mapping[str, Any], name: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of every run configuration, by kind."""
-    return {name: model.model_json_schema() for name, model in CONFIG_KINDS.items()}
+    """JSON Schema of every run configuration, by kind, and of a suite's file."""
+    return {name: model.model_json_schema() for name, model in {**CONFIG_KINDS, "suite": Suite}.items()}

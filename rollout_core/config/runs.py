@@ -20,6 +20,7 @@ from rollout_core.config.base import (
     StageTimeouts,
     identity,
 )
+from rollout_core.config.evaluation import Suite
 from rollout_core.config.inference import (
     BackendConfig,
     EngineConfig,
@@ -366,6 +367,28 @@ class InferBatchConfig(Run):
         if self.placement is None:
             return self.workers
         return self.workers.model_copy(update={"dask": self.placement.of("generation")})
+
+
+class EvalConfig(PlacedRun):
+    """`rollout eval run`."""
+
+    run: RunInfo = RunInfo(name="eval")
+    model: ModelSource
+    """The model that answers."""
+    backend: BackendConfig = VLLMBackend()
+    """What generates its answers."""
+    suites: tuple[Suite, ...]
+    """What it is asked."""
+
+    @model_validator(mode="after")
+    def _names_of_their_own(self) -> EvalConfig:
+        if not self.suites:
+            raise ValueError("suites is empty; give at least one")
+        names = [suite.name for suite in self.suites]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two suites are named {twice[0]!r}; rename one of them")
+        return self
 
 
 class EvaluationConfig(Settings):

@@ -42,7 +42,7 @@ class RewardSettings(Described):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether a completion has an answer that can be told from other answers, as a vote needs it."""
+        """Whether an answer is read from a completion, in a form in which equal answers can be counted."""
         return False
 
 

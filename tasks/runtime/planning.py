@@ -34,6 +34,7 @@ FLOWS: Mapping[str, str] = {
     "train-ipo": "flows.train:train_ipo",
     "train-kto": "flows.train:train_kto",
     "infer-batch": "flows.batch:batch_inference",
+    "evaluate-suites": "flows.evaluate:evaluate_suites",
     "train-agent": "flows.agent:train_agent",
     "tune-prompt": "flows.prompts:tune_prompt",
     "learn-online": "flows.online:learn_online",

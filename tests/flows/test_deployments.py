@@ -54,6 +54,7 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
     preferences = {f"flows/train.py:train_{kind}" for kind in ("rm", "dpo", "ipo", "kto")}
     agents = {"flows/agent.py:train_agent", "flows/prompts.py:tune_prompt", "flows/online.py:learn_online"}
     flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *agents, *training, *preferences}
+    flows.add("flows/evaluate.py:evaluate_suites")
     light = {
         "flows/rollback.py:rollback",
         "flows/daily_report.py:morning_check",

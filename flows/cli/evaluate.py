@@ -1,0 +1,226 @@
+"""`rollout eval`: models evaluated by suites of questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from flows.cli.common import Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
+from flows.cli.promotion import ServedResource, served_id
+from flows.cli.results import add_row, as_json_text, print_table, shortened
+from flows.cli.starting import load_tables, look_ahead, run_flow
+from flows.cli.storage import StoragePath
+from rollout_core.base.errors import ConfigError
+from rollout_core.config import EvalConfig, Suite
+from rollout_core.config.base import parse_config, read_toml
+from rollout_core.evaluation.reports import Flip, Metric, SuiteComparison, SuiteReport, compare_reports
+from rollout_core.runs.evaluations import EvaluatedModel, evaluated_models, find_evaluated
+from rollout_core.runs.run_records import RunRecords
+from rollout_core.runs.run_samples import shown_prompt
+from tasks.runtime.prefect_server import connections, object_store
+
+Format = Annotated[Literal["text", "json"], typer.Option("--format", help="What to print it as.")]
+ModelToEvaluate = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder, GGUF file, hub id, or content id, or its first digits, at least 8; latest: the served model.",
+    ),
+]
+EvaluatedName = Annotated[
+    str,
+    typer.Argument(
+        help="A model that was evaluated: its content id or first digits, the address it was evaluated by, the first "
+        "digits of that run's id; or latest."
+    ),
+]
+
+
+def eval_run(
+    model: ModelToEvaluate,
+    suite: Annotated[list[Path], typer.Option("--suite", help="TOML file of a suite. Repeatable.")],
+    backend: Annotated[
+        Literal["vllm", "transformers", "openai", "scripted"] | None,
+        typer.Option("--backend", help="What generates; its keys by --set, such as --set backend.max_model_len=512."),
+    ] = None,
+    output: Format = "text",
+    dry_run: DryRun = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Score again and report again; answers that there are stay.")
+    ] = False,
+    resource: ServedResource = "policy",
+    set_: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Ask a model the questions of suites and print what its answers come to, with intervals."""
+    with one_line_errors(debug):
+        if dry_run:
+            look_ahead()
+        tables = {"model": {"uri": served_id(resource) if model == "latest" else model}, "suites": _suites(suite)}
+        given = {} if backend is None else {"backend.kind": backend}
+        given |= {"run.refresh": True} if refresh else {}
+        overrides, options = given | parse_overrides(set_), {"backend.kind": "--backend", "run.refresh": "--refresh"}
+        config = load_tables(tables, "eval run", EvalConfig, overrides, options)
+        from rollout_core.plans.suite_plan import plan_suites  # while another process imports torch for a dry run
+
+        facts = plan_suites(config, Path.cwd(), connections())
+        if dry_run:
+            print_plan(facts)
+            return
+        done = run_flow("flows.evaluate:evaluate_suites", debug, config)
+        if output == "json":
+            typer.echo(as_json_text(done))
+            return
+        _print_reports([SuiteReport.model_validate(report) for report in done["reports"]])
+        typer.echo(f"model {done['model']}")
+
+
+def eval_list(storage: StoragePath = None, output: Format = "text", debug: Debug = False) -> None:
+    """Print the models that were evaluated, by suites: one figure of each with its interval, all of them as JSON."""
+    with one_line_errors(debug):
+        with object_store(storage) as objects:
+            models = evaluated_models(RunRecords(objects))
+        if output == "json":
+            typer.echo(as_json_text([_model_document(model) for model in models]))
+            return
+        if not models:
+            typer.echo("no model was evaluated yet; `rollout eval run MODEL --suite FILE` does so")
+            return
+        suites = list(dict.fromkeys(name for model in models for name in model.reports))
+        table = Table(box=None, pad_edge=False)
+        for column in ("model", "from", "evaluated", *suites):
+            table.add_column(column)
+        for model in models:
+            cells = (_in_words(report.headline) if (report := model.reports.get(name)) else "-" for name in suites)
+            add_row(table, (model.model[:12], model.address or "-", f"{model.run.began:%m-%d %H:%M}", *cells))
+        print_table(table)
+
+
+def eval_compare(
+    first: EvaluatedName,
+    second: EvaluatedName,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Questions that flipped to print, each way.")] = 3,
+    storage: StoragePath = None,
+    output: Format = "text",
+    resource: ServedResource = "policy",
+    debug: Debug = False,
+) -> None:
+    """Print how two evaluated models differ, suite by suite and question by question.
+
+    Differences are the second model's figures less the first's, with intervals of a paired bootstrap over questions.
+    """
+    with one_line_errors(debug):
+        names = [served_id(resource) if name == "latest" else name for name in (first, second)]
+        with object_store(storage) as objects:
+            known = evaluated_models(RunRecords(objects))
+            before, after = (find_evaluated(known, name) for name in names)
+            common = [name for name in before.reports if name in after.reports]
+            if not common:
+                raise ConfigError(
+                    f"no suite evaluated both {before.model[:12]} ({_named(before)}) and {after.model[:12]} "
+                    f"({_named(after)}); evaluate both by the same"
+                )
+            compared, problems = [], []
+            for name in common:
+                try:
+                    compared.append(compare_reports(objects, before.reports[name], after.reports[name]))
+                except ConfigError as error:
+                    problems.append(str(error))
+        if not compared:
+            raise ConfigError("\n".join(problems), tuple(problems))
+        if output == "json":
+            suites = [_comparison_document(comparison, limit) for comparison in compared]
+            models = [before.model, after.model]
+            typer.echo(as_json_text({"models": models, "suites": suites, "not_compared": problems}))
+            return
+        typer.echo(f"models: {_model_in_words(before)} and {_model_in_words(after)}")
+        for comparison in compared:
+            _print_comparison(comparison, limit)
+        for problem in problems:
+            typer.echo(problem)
+
+
+def _suites(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The tables of suites' files. Raises ConfigError with a line for each thing that is wrong with them."""
+    tables, wrong = [], []
+    for file in files:
+        try:
+            tables.append(read_toml(file))
+            parse_config(tables[-1], Suite, name=str(file))
+        except ConfigError as error:
+            wrong += error.violations or (str(error),)
+    if wrong:
+        raise ConfigError("\n".join(wrong), tuple(wrong))
+    return tables
+
+
+def _print_reports(reports: Sequence[SuiteReport]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("suite", "metric", "value", "95 % interval", "questions", "answers", "cut", "without score"):
+        table.add_column(column, justify="left" if column in ("suite", "metric") else "right")
+    for report in reports:
+        missing = report.num_abstained + report.num_score_failed
+        counts = tuple(f"{count:,}" for count in (report.num_samples, report.num_truncated, missing))
+        for metric in report.metrics:
+            row = (report.suite, metric.name, f"{metric.value:.4f}", _interval(metric), f"{metric.num_questions:,}")
+            add_row(table, (*row, *counts))
+    print_table(table)
+
+
+def _interval(metric: Metric) -> str:
+    return "-" if metric.lower is None else f"{metric.lower:.4f} to {metric.upper:.4f}"
+
+
+def _in_words(metric: Metric) -> str:
+    return f"{metric.name} {metric.value:.4f} ({_interval(metric)})"
+
+
+def _named(model: EvaluatedModel) -> str:
+    return ", ".join(model.reports)
+
+
+def _model_in_words(model: EvaluatedModel) -> str:
+    return f"{model.model[:12]} ({model.address})" if model.address else model.model[:12]
+
+
+def _model_document(model: EvaluatedModel) -> dict[str, Any]:
+    reports = {name: report.model_dump(mode="json") for name, report in model.reports.items()}
+    return {"model": model.model, "address": model.address, "run": model.run.id, "reports": reports}
+
+
+def _comparison_document(comparison: SuiteComparison, limit: int) -> dict[str, Any]:
+    return {
+        "suite": comparison.suite,
+        "gains": {name: asdict(gain) for name, gain in comparison.gains.items()},
+        **{
+            side: {"count": len(flips), "questions": [asdict(flip) for flip in flips[:limit]]}
+            for side, flips in _sides(comparison).items()
+        },
+    }
+
+
+def _sides(comparison: SuiteComparison) -> Mapping[str, Sequence[Flip]]:
+    return {"lost": comparison.lost, "gained": comparison.gained}
+
+
+def _print_comparison(comparison: SuiteComparison, limit: int) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in (comparison.suite, "first", "second", "difference", "95 % interval", "questions"):
+        table.add_column(column, justify="left" if column == comparison.suite else "right")
+    for name, gain in comparison.gains.items():
+        interval = f"{gain.lower:+.4f} to {gain.upper:+.4f}"
+        figures = (f"{gain.mean_before:.4f}", f"{gain.mean_after:.4f}", f"{gain.gain:+.4f}", interval)
+        add_row(table, (name, *figures, f"{gain.num_prompts:,}"))
+    print_table(table)
+    counts = ", ".join(f"{len(flips)} {side}" for side, flips in _sides(comparison).items())
+    typer.echo(f"questions that flipped: {counts}")
+    for side, flips in _sides(comparison).items():
+        for flip in flips[:limit]:
+            typer.echo(f"{side} {flip.question}: {shortened(shown_prompt(flip.prompt))}")
+            for completion in flip.completions:
+                typer.echo(f"    {shortened(completion)}")

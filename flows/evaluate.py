@@ -1,0 +1,74 @@
+"""The flow that evaluates a model by suites: its answers to questions, their scores, and what these come to."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from prefect import flow
+
+from flows.evaluation import judge_of
+from rollout_core.base.ids import ContentId
+from rollout_core.config import BackendConfig, EvalConfig, Suite
+from rollout_core.evaluation.reports import Metric, SuiteReport
+from rollout_core.inference.engines import close_engine
+from rollout_core.plans.plan import context_limit
+from rollout_core.plans.suite_plan import plan_suites
+from tasks.generate import batch_inference, enqueue_prompts
+from tasks.imports import import_model, import_prompts, import_tasks
+from tasks.runtime.dry_run import end_of_stages
+from tasks.runtime.flow_run import pipeline
+from tasks.runtime.journal import Journal, Outcome
+from tasks.runtime.run_record import record_refusal
+from tasks.score import score_rewards
+from tasks.suites import render_suite, report_suite
+
+
+class Evaluated(TypedDict):
+    """What an evaluation returns, as JSON has it."""
+
+    model: ContentId
+    reports: list[dict[str, Any]]
+    """Of each suite, see `rollout_core.evaluation.reports.SuiteReport`."""
+
+
+@flow(name="evaluate-suites", flow_run_name="{config.model.uri}", persist_result=False, on_failure=[record_refusal])
+def evaluate_suites(config: EvalConfig) -> Evaluated:
+    """Ask a model the questions of suites, score its answers and file what they come to."""
+    return _evaluate(config)
+
+
+@pipeline(plan_suites, closes=(close_engine,))
+def _evaluate(config: EvalConfig, journal: Journal) -> Evaluated:
+    model = import_model(config.model).model
+    reports = [evaluate_suite(suite, model, config.backend) for suite in config.suites]
+    end_of_stages()
+    journal.outcome = Outcome(facts={report.suite: ", ".join(map(_in_words, report.metrics)) for report in reports})
+    return Evaluated(model=model, reports=[report.model_dump(mode="json") for report in reports])
+
+
+def evaluate_suite(suite: Suite, model: ContentId, backend: BackendConfig) -> SuiteReport:
+    """What ``model`` answers to a suite, in cached stages. The engine stays for the next suite; whoever calls this ends
+    it."""
+    label = suite.name
+    prompts, sampling, judge = _prompts(suite, label), suite.sampling, judge_of(suite.scorer)
+    limit = context_limit(backend)
+    options = {"samples_per_prompt": suite.samples, "max_model_len": limit, "mode": "test"}
+    asked = enqueue_prompts(prompts, model, sampling, **options, label=label)
+    completions = batch_inference(asked, sampling, backend, mode="test", label=label)
+    scores = score_rewards(completions, judge.reward, judge.source, label=label)
+    filed = suite.model_copy(update={"scorer": judge.reward})
+    return report_suite(filed, prompts, judge.source, completions, scores, label=label)
+
+
+def _prompts(suite: Suite, label: str) -> ContentId:
+    if suite.prompt is None:
+        return import_prompts(suite.rows, label=label).data
+    few_shot = suite.prompt.few_shot
+    rows = import_tasks(suite.rows, label=label).data
+    examples = None if few_shot is None else import_tasks(few_shot.rows, label=f"{label}, examples").data
+    return render_suite(rows, examples, suite.prompt, label=label).data
+
+
+def _in_words(metric: Metric) -> str:
+    interval = "" if metric.lower is None else f" ({metric.lower:.4f} to {metric.upper:.4f})"
+    return f"{metric.name} {metric.value:.4f}{interval}"

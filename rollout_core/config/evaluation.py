@@ -1,0 +1,138 @@
+"""Suites: questions, how they are put to a model, how its answers are scored, and the figures that come of it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rollout_core.config.base import DatasetSource, Settings
+from rollout_core.config.inference import SamplingParams
+from rollout_core.config.rewards import ExactMatchReward, RewardSpec
+
+PLAIN_METRICS = ("mean", "accuracy")
+METRICS_OF_SAMPLES = ("pass", "avg", "maj")
+_METRIC = re.compile(rf"({'|'.join(METRICS_OF_SAMPLES)})@([1-9]\d{{0,5}})")
+
+
+def _is_template(text: str) -> str:
+    import jinja2
+
+    try:
+        jinja2.Environment().parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"is no Jinja template: {error.message} (line {error.lineno})") from None
+    return text
+
+
+JinjaTemplate = Annotated[str, Field(min_length=1), AfterValidator(_is_template)]
+"""A template whose variables are the row's keys, such as ``Question: {{ question }}``."""
+
+
+class FewShot(Settings):
+    """Answered questions that stand before each question, the same ones for all; a question is never its own
+    example."""
+
+    rows: DatasetSource
+    """Where the examples come from; of the same form as the suite's rows."""
+    count: int = Field(default=5, ge=1, le=1000)
+    """Examples before each question."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of their choice and order."""
+    answer: JinjaTemplate = "{{ answer }}"
+    """The answer of an example."""
+    separator: str = "\n\n"
+    """Between examples where the prompt is a text; conversations have turns instead."""
+
+
+class SuitePrompt(Settings):
+    """How a row becomes a prompt: one text, or a conversation of a user's turn, perhaps after the system's."""
+
+    text: JinjaTemplate | None = None
+    """The whole prompt, as models take it that were not trained to chat."""
+    system: JinjaTemplate | None = None
+    """The system's turn."""
+    user: JinjaTemplate | None = None
+    """The user's turn; the model's chat template writes the conversation."""
+    few_shot: FewShot | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> SuitePrompt:
+        if (self.text is None) == (self.user is None):
+            raise ValueError("give either text, or user (with system, where there is one)")
+        if self.system is not None and self.text is not None:
+            raise ValueError("system is for conversations; give user instead of text, or leave system out")
+        return self
+
+
+class Suite(Settings):
+    """Questions that are put to models, which are compared by what their answers come to."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """How people call it; letters, digits, dots, dashes."""
+    rows: DatasetSource
+    """The questions, a row each: of any keys where there is a ``prompt``, otherwise with ``prompt`` or ``messages``."""
+    prompt: SuitePrompt | None = None
+    """Makes prompts of rows. Default: rows hold them."""
+    sampling: SamplingParams = SamplingParams(temperature=0.0, max_tokens=256)
+    """How answers are drawn."""
+    samples: int = Field(default=1, ge=1, le=100_000)
+    """Answers to each question."""
+    scorer: RewardSpec = ExactMatchReward()
+    """What an answer earns: any reward."""
+    threshold: float = 1.0
+    """An answer is right from this score on."""
+    metrics: tuple[str, ...] = ()
+    """``mean``: of scores. ``accuracy``: share of right answers, which ``avg@k`` of all k samples and ``pass@1`` are,
+    too. ``pass@n``: chance that one of n answers is right. ``maj@k``: share of questions whose most frequent answer is
+    right. Default: ``mean`` and ``accuracy``; of several samples ``mean``, ``avg@k``, ``pass@k`` and, where the scorer
+    reads an answer, ``maj@k``."""
+
+    @property
+    def chosen_metrics(self) -> tuple[str, ...]:
+        """``metrics``, or the default."""
+        if self.metrics:
+            return self.metrics
+        if self.samples == 1:
+            return PLAIN_METRICS
+        votes = ("maj",) if self.scorer.reads_answers else ()
+        return ("mean", *(f"{name}@{self.samples}" for name in ("avg", "pass", *votes)))
+
+    @model_validator(mode="after")
+    def _metrics_can_be_had(self) -> Suite:
+        for name in self.metrics:
+            self._check_metric(name)
+        if len(set(self.metrics)) < len(self.metrics):
+            raise ValueError(f"metrics: {', '.join(self.metrics)} names one of them twice")
+        return self
+
+    def _check_metric(self, name: str) -> None:
+        if name in PLAIN_METRICS:
+            return
+        found = _METRIC.fullmatch(name)
+        if found is None:
+            forms = [*PLAIN_METRICS, *(f"{kind}@{self.samples}" for kind in METRICS_OF_SAMPLES)]
+            close = difflib.get_close_matches(name, forms, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(forms)}"
+            raise ValueError(f"metrics: unknown metric {name!r}; {hint}")
+        kind, number = found[1], int(found[2])
+        if number > self.samples:
+            raise ValueError(f"metrics: {name} needs {number} samples of each question, and samples is {self.samples}")
+        if kind != "pass" and number != self.samples:
+            raise ValueError(f"metrics: {name} is not of all {self.samples} samples; give {kind}@{self.samples}")
+        if kind == "maj" and not self.scorer.reads_answers:
+            raise ValueError(
+                f"metrics: {name} needs answers to count, which a scorer of kind {self.scorer.kind!r} does not read; "
+                "choose exact_match, math, text, or regex with answer_key"
+            )
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Suite:
+        if self.samples > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"samples is {self.samples}, and sampling.temperature 0 draws the same answer each time; "
+                "give a temperature, or leave out samples"
+            )
+        return self
