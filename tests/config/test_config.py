@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     CONFIG_KINDS,
+    EvalConfig,
     GKDSettings,
     GRPOAlgorithm,
     GRPOSettings,
@@ -62,6 +63,7 @@ EXAMPLES = {
     "ipo-tiny.toml": TrainIPOConfig,
     "kto-tiny.toml": TrainKTOConfig,
     "batch-tiny.toml": InferBatchConfig,
+    "eval-tiny.toml": EvalConfig,
     "batch-dask.toml": InferBatchConfig,
     "batch-many.toml": InferBatchConfig,
     "batch-parquet.toml": InferBatchConfig,
@@ -439,7 +441,7 @@ def test_a_class_whose_source_is_not_to_be_had_has_no_descriptions():
 
 def test_the_schema_covers_every_kind_of_run_with_descriptions():
     schema = json_schema()
-    assert set(schema) == set(CONFIG_KINDS)
+    assert set(schema) == {*CONFIG_KINDS, "suite"}
     assert schema["nightly"]["$defs"]["PPOSettings"]["properties"]["clip"]["description"]
     # Plain unions: the run form of the Prefect UI shows them as tabs.
     assert "anyOf" in schema["nightly"]["properties"]["backend"]

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from deployments.cli import app
 from rollout_core.config import EvalConfig
 from rollout_core.evaluation.reports import SuiteReport, compare_reports
 from rollout_core.inference import engines
@@ -89,6 +91,26 @@ def test_answers_are_scored_reported_and_compared(folder: Path, tiny_model: Path
     assert [model.model for model in models] == [other.model, report.model]
     assert find_evaluated(models, report.model[:6]).reports == {"plain": report}
     assert find_evaluated(models, str(other_tiny_model)).model == other.model
+
+    listed = CliRunner().invoke(app, ["eval", "list"])
+    assert listed.exit_code == 0, listed.stderr
+    head, *rows = listed.stdout.splitlines()
+    assert head.split() == ["model", "from", "evaluated", "plain"]
+    assert [row.split()[0] for row in rows] == [other.model[:12], report.model[:12]]
+    assert "accuracy 0.2500 (0.0456 to 0.6994)" in rows[1]
+    both = ["eval", "compare", report.model[:8], str(other_tiny_model)]
+    told = CliRunner().invoke(app, both).stdout
+    assert re.search(r"^accuracy +0\.2500 +0\.0000 +-0\.2500 +-\S+ to \+0\.0000 +4$", told, re.MULTILINE), told
+    assert "questions that flipped: 1 lost, 0 gained\nlost 2: sort 3 1 =\n    SCRIPTED:sort 3 1 =\n" in told
+    document = json.loads(CliRunner().invoke(app, [*both, "--format", "json"]).stdout)
+    assert document["models"] == [report.model, other.model]
+    assert document["suites"][0]["lost"]["count"] == 1 and document["not_compared"] == []
+
+    (folder / "plain.jsonl").write_text('{"prompt": "sort 9 1 =", "answer": "9"}\n')
+    evaluate(other_tiny_model, PLAIN, kind="scripted")
+    refused = CliRunner().invoke(app, both)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "suite plain was changed between the two evaluations" in refused.stderr
 
 
 def test_one_engine_answers_all_suites_and_a_second_evaluation_generates_nothing(
