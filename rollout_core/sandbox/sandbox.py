@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -52,7 +52,7 @@ class SandboxSettings:
     """Of ``command``: what runs a program, with placeholders (`commands.PLACEHOLDERS`)."""
     url: str = ""
     """Of ``http``: the address of a sandbox service."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
