@@ -294,6 +294,8 @@ def test_a_command_of_ones_own(namespaces: Sandbox):
     done = command.run(Program(source="print(input())", stdin=b"x" * 500, limits=limits, files={"a/b": b"1"}))
     assert (done.stdout, done.ended, done.exit_code) == (b"x" * 500 + b"\n", "exit", 0)
     assert command.run(Program(source="raise SystemExit(7)", limits=limits)).exit_code == 7
+    pretends = command.run(Program(source="raise SystemExit(125)", limits=limits))
+    assert pretends.exit_code == 124, "docker's code for a container that did not start"
     assert command.run(Program(source="while True: print('x' * 99)", limits=limits)).ended == "output"
     killed = command.run(Program(source="import os\nos.kill(os.getpid(), 9)", limits=limits))
     assert (killed.ended, killed.signal) == ("signal", 9)
