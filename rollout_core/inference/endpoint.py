@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,7 +24,7 @@ import orjson
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import Redaction, require_secret, without_password
-from rollout_core.config import OpenAIBackend
+from rollout_core.inference.pace import Pace
 
 MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_AFTER_SECONDS = 600.0
@@ -36,7 +36,8 @@ MAX_ERROR_BYTES = 64 * 2**10
 """Of an answer that only says what is wrong; what is beyond is not read."""
 MAX_TOLD = 300
 """Characters of what an endpoint says that are passed on."""
-PASSING_STATUSES = frozenset({408, 425, 429})
+THROTTLED = 429
+PASSING_STATUSES = frozenset({408, 425, THROTTLED})
 """Besides 5xx."""
 _CONNECT_SECONDS = 10.0
 
@@ -78,18 +79,46 @@ def environment_proxy(address: str) -> str | None:
     return parts.geturl()
 
 
+class EndpointSettings(Protocol):
+    """What a configuration says of an endpoint, as `OpenAIBackend` describes it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def max_concurrency(self) -> int: ...
+    @property
+    def timeout_seconds(self) -> float: ...
+    @property
+    def max_retries(self) -> int: ...
+    @property
+    def backoff_seconds(self) -> float: ...
+
+
 class Endpoint:
     """The endpoint of a configuration. To be used from one event loop; close it there."""
 
-    def __init__(self, config: OpenAIBackend) -> None:
-        """Raises ConfigError where the key is not to be had."""
-        self._config = config
+    def __init__(
+        self,
+        config: EndpointSettings,
+        *,
+        table: str = "backend",
+        names: str = "backend.served_model",
+        headers: Mapping[str, str] | None = None,
+        key_header: str | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """``table`` of the configuration, and the key ``names`` the model, for messages; ``key_header`` takes the key
+        as it is, in place of a bearer token. Raises ConfigError where the key is not to be had."""
+        self._config, self._table, self._names = config, table, names
+        self._pace = pace or Pace(config.max_concurrency)
         # Compressed, a short answer could fill the memory.
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers = {"content-type": "application/json", "accept-encoding": "identity", **(headers or {})}
         self._key: Redaction | None = None
         if config.api_key is not None:
             key = require_secret(config.api_key)
-            headers["authorization"] = f"Bearer {key}"
+            headers |= {"authorization": f"Bearer {key}"} if key_header is None else {key_header: key}
             self._key = Redaction(key)
         self._headers = headers
         self._session: aiohttp.ClientSession | None = None
@@ -135,43 +164,72 @@ class Endpoint:
         try:
             return [model for model in listed["data"] if isinstance(model["id"], str)]
         except (LookupError, TypeError):
-            raise ConfigError(f"{self._config.url}/models lists no models; is backend.url an OpenAI API?") from None
+            raise ConfigError(
+                f"{self._config.url}/models lists no models; is {self._table}.url an OpenAI API?"
+            ) from None
 
-    async def post(self, path: str, body: Mapping[str, Any], max_bytes: int) -> Mapping[str, Any]:
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        max_bytes: int,
+        *,
+        tokens: int = 0,
+        lost: Callable[[], Awaitable[None]] | None = None,
+    ) -> Mapping[str, Any]:
         """The JSON answer to ``body``, of at most ``max_bytes``.
+
+        ``tokens`` are what it may take of a limit by the minute. ``lost`` is awaited after a try whose answer was lost,
+        which the endpoint may have worked on all the same.
 
         Raises Passing when no try succeeded, Refused when the endpoint refuses the request, Malformed for an answer
         that is longer or compressed, ConfigError when the endpoint would refuse every request (key, address, name of
         the model).
         """
-        return await self._request("POST", path, orjson.dumps(body), max_bytes)
+        return await self._request("POST", path, orjson.dumps(body), max_bytes, tokens, lost)
 
-    async def _request(self, method: str, path: str, content: bytes | None, max_bytes: int) -> Mapping[str, Any]:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        max_bytes: int,
+        tokens: int = 0,
+        lost: Callable[[], Awaitable[None]] | None = None,
+    ) -> Mapping[str, Any]:
         retries = self._config.max_retries
         for attempt in range(retries + 1):
-            await self._wait_until_welcome()
-            asked_to_wait = 0.0
+            asked_to_wait, is_lost = 0.0, True
             try:
-                response, read = await self._answer(method, path, content, max_bytes)
+                async with self._pace.turn(tokens):
+                    await self._wait_until_welcome()
+                    response, read = await self._answer(method, path, content, max_bytes)
                 if _is_success(response):
+                    self._pace.answered()
                     answer = orjson.loads(read)
                     if isinstance(answer, dict):
                         return answer
                     problem = "the answer is no JSON object"
                 else:
+                    is_lost = False
+                    if response.status == THROTTLED:
+                        self._pace.throttled()
                     self._refuse(response, read)
                     asked_to_wait = retry_after(response)
                     problem = f"HTTP {response.status}: {self._message(read)}"
             except orjson.JSONDecodeError:
                 problem = "the answer is no JSON"
             except aiohttp.InvalidURL:
-                raise ConfigError(f"{self._config.url} is no address; correct backend.url") from None
+                raise ConfigError(f"{self._config.url} is no address; correct {self._table}.url") from None
             except aiohttp.ConnectionTimeoutError:
-                problem = f"no connection within {_CONNECT_SECONDS:g} s"
+                is_lost, problem = False, f"no connection within {_CONNECT_SECONDS:g} s"
             except TimeoutError:
                 problem = f"no whole answer within {self._config.timeout_seconds:g} s"
             except (aiohttp.ClientError, OSError) as error:
+                is_lost = not isinstance(error, aiohttp.ClientConnectorError)
                 problem = self.fit_to_show(f"{type(error).__name__}: {error}").rstrip(": ")
+            if is_lost and lost is not None:
+                await lost()
             if attempt < retries:
                 await self._back_off(attempt, asked_to_wait)
         raise Passing(f"{self._config.url}: {problem} (after {retries + 1} tries)")
@@ -207,12 +265,12 @@ class Endpoint:
         message = self._message(body)
         if status in (401, 403):
             named = self._config.api_key
-            remedy = f"is secret {named!r} its key?" if named else "name its key as backend.api_key"
+            remedy = f"is secret {named!r} its key?" if named else f"name its key as {self._table}.api_key"
             raise ConfigError(f"{url} refuses access (HTTP {status}: {message}); {remedy}")
         if status in (404, 405) or status < 400:
             raise ConfigError(
-                f"{url} does not serve this (HTTP {status}: {message}); look at backend.url, backend.api and "
-                "backend.served_model"
+                f"{url} does not serve this (HTTP {status}: {message}); look at {self._table}.url, {self._table}.api "
+                f"and {self._names}"
             )
         raise Refused(f"the endpoint refuses it (HTTP {status}): {message}")
 

@@ -1,0 +1,133 @@
+"""Requests to an HTTP endpoint as a stream: many under way at once, each tried again while that may help.
+
+They run on an event loop in a thread of their own. What else is in the endpoint's batches is not ours to know, so its
+answers are not repeatable to the last bit, and every sample is committed as it comes. An endpoint that is gone does not
+turn the rest of a run into failures: once as many samples in a row as may be under way (and at least 8) got no answer,
+the stream ends with Recoverable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollout_core.base.errors import Recoverable
+from rollout_core.data.samples import Failure, Outcome
+from rollout_core.inference.backend import GathersStream, Request
+from rollout_core.inference.endpoint import Endpoint, Malformed
+
+POLL_SECONDS = 0.02
+"""Time between looks for further requests while there are none."""
+LONE_FAILURES = 8
+"""Fewer in a row may be a fault of those requests."""
+_END: Any = object()
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    outcome: Outcome
+    answered: bool
+    """Also where the answer is of no use."""
+
+
+class EndpointStream(GathersStream):
+    """The stream of an `InferenceBackend` over HTTP; a subclass says what a request is, and what an answer means."""
+
+    batch_invariant = False
+    gives_up = True
+    """Whether the stream ends where nothing is answered any more."""
+    finishes_on: tuple[type[BaseException], ...] = ()
+    """Errors of a request after which the others that are under way are waited for, before the stream raises them."""
+
+    def __init__(self, endpoint: Endpoint, max_concurrency: int) -> None:
+        self._endpoint, self._most = endpoint, max_concurrency
+        self._done = queue.SimpleQueue[Future[_Asked] | None]()
+        """Of the stream under way."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-endpoint", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run it on the stream's own loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def ask(self, request: Request) -> Outcome:
+        """The outcome of a request. Raises Malformed for an answer that is none."""
+        raise NotImplementedError("a backend implements ask")
+
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
+        waiting = iter(requests)
+        error: BaseException | None = None
+        self._done = done = queue.SimpleQueue[Future[_Asked] | None]()
+        in_flight: set[Future[_Asked]] = set()
+        exhausted, silent = False, 0
+        try:
+            while True:
+                paused = False
+                while not exhausted and len(in_flight) < self._most:
+                    request = next(waiting, _END)
+                    if request is _END or request is None:
+                        exhausted, paused = request is _END, request is None
+                        break
+                    future = asyncio.run_coroutine_threadsafe(self._complete(request), self._loop)
+                    in_flight.add(future)
+                    future.add_done_callback(done.put)
+                if not in_flight:
+                    if error is not None:
+                        raise error
+                    return
+                try:
+                    future = done.get(timeout=POLL_SECONDS if paused else None)
+                except queue.Empty:
+                    continue
+                if future is None:  # interrupted
+                    return
+                in_flight.remove(future)
+                try:
+                    asked = future.result()
+                except self.finishes_on as raised:
+                    error, exhausted = error or raised, True
+                    continue
+                silent = 0 if asked.answered else silent + 1
+                is_gone = self.gives_up and silent >= max(LONE_FAILURES, self._most)
+                if is_gone and isinstance(asked.outcome, Failure):
+                    raise Recoverable(f"{silent} samples in a row got no answer, the last: {asked.outcome.reason}")
+                yield asked.outcome
+        finally:
+            for future in in_flight:
+                future.cancel()
+
+    def interrupt(self) -> None:
+        """See `InferenceBackend`: an answer may be as far away as its tries take."""
+        self._done.put(None)
+
+    async def _complete(self, request: Request) -> _Asked:
+        try:
+            outcome = await self.ask(request)
+        except Malformed as error:
+            # It is an answer, and the next one may be sound.
+            return _Asked(self._failure(request, f"the answer is malformed: {error}", passing=True), answered=True)
+        if isinstance(outcome, Failure):
+            failure = self._failure(request, outcome.reason, passing=outcome.passing)
+            return _Asked(failure, answered=not outcome.passing)
+        if self._endpoint.gives_key_away(outcome.text):
+            reason = "the answer repeats the endpoint's key, which is not kept"
+            return _Asked(self._failure(request, reason, passing=True), answered=True)
+        return _Asked(outcome, answered=True)
+
+    def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
+        return Failure(request.key, self._endpoint.fit_to_show(reason), passing)
+
+    def close(self) -> None:
+        self.run(self._endpoint.close())
+        # The threads in which answers were tokenised; they would outlive the loop.
+        self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
