@@ -21,7 +21,8 @@ from rollout_core.rewards.scoring import RewardFunction
 from tasks.generate import Help, help_inference
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.generation import generate
-from tasks.runtime.journal import stage_logger
+from tasks.runtime.journal import Journal, current_journal, stage_logger
+from tasks.runtime.judge_costs import judged_so_far
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage, stage
 
@@ -30,16 +31,23 @@ NAMED_FAILURES = 3
 
 
 def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
-    """`rollout_core.rewards.kept.open_reward` with this stage's connections; what it has to say is logged."""
-    return kept.open_reward(
+    """`rollout_core.rewards.kept.open_reward` with this stage's connections; what it has to say is logged. Judges count
+    in their budget what they took in this run before."""
+    function = kept.open_reward(
         reward,
         reward_source,
         objects=current_stage().objects,
+        open_store=connections.open_store,
         base=connections.working_folder(),
         models=connections.cache_folder(),
         on_line=lambda line: stage_logger().info("%s", line),
         on_warning=lambda line: stage_logger().warning("%s", line),
     )
+    if function.judges:
+        judging = judged_so_far(current_journal() or Journal(), current_stage().objects)
+        for judges in function.judges:
+            judges.spending = judging.of(judges.reward)
+    return function
 
 
 @stage(version=1, optional=("by_part",), time="scoring", place="scoring")

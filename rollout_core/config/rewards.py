@@ -20,6 +20,7 @@ from rollout_core.base.determinism import numerics_identity
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
+from rollout_core.config.judges import JudgeReward
 from rollout_core.config.verifiers import CodeReward, RewardSettings, Verified
 
 MAX_LENGTH = 2_000
@@ -223,7 +224,7 @@ class ModelReward(RewardSettings):
         return {"kind": self.kind, "model": self.model, **numerics_identity()}
 
 
-PlainReward = ExactMatchReward | FunctionReward | ModelReward | Verified | CodeReward
+PlainReward = ExactMatchReward | FunctionReward | ModelReward | Verified | CodeReward | JudgeReward
 
 
 class WeightedReward(RewardSettings):

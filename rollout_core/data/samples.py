@@ -52,6 +52,8 @@ class Completion:
     what an agent's model was given in later turns, with log-probabilities of 0."""
     model_ids: Sequence[str] | None = None
     """Content ids of the weights that drew each of these parts, where they are not all the sample's."""
+    usage: Sequence[int] | None = None
+    """Tokens of prompt and completion as an endpoint counts them, where they are paid for by that."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class SampledCompletion:
     """First token and one past the last of each part that the model wrote; None: it wrote all of them."""
     model_ids: list[str] | None = None
     """The weights that drew each of these parts, where they are not all the sample's."""
+    usage: list[int] | None = None
+    """Tokens of prompt and completion by an endpoint's count."""
 
 
 def make_samples(
@@ -317,6 +321,8 @@ def encode_completion(completion: Completion) -> bytes:
         row["written"] = completion.written
     if completion.model_ids is not None:
         row["model_ids"] = completion.model_ids
+    if completion.usage is not None:
+        row["usage"] = completion.usage
     line = orjson.dumps(row, option=_DUMP)
     # NaN and infinities are written as null, which is quicker to look for than they are.
     if b"null" in line and not np.isfinite(logprobs).all():

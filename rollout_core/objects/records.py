@@ -147,13 +147,14 @@ class Scores(Record):
     """Where ``rollouts`` are given, so many whose numbers follow each other are compared with each other."""
     parts: BlobId | None = None
     """JSON: ``names`` and ``weights`` of a composite reward's parts and, a row a sample, their ``values``."""
+    judged: BlobId | None = None
+    """JSON: what judges said of each completion, and what their answers took."""
 
     def cache_identity(self) -> Any:
         """Without ``parts`` where there are none, nor counts of nothing: updates kept before there were any are
-        found."""
-        return self.model_dump(
-            mode="json", exclude=_counts_of_nothing(self) | ({"parts"} if self.parts is None else set())
-        )
+        found. Nor with what judges said, and took, besides the scores."""
+        without = {"judged"} | ({"parts"} if self.parts is None else set())
+        return self.model_dump(mode="json", exclude=_counts_of_nothing(self) | without)
 
 
 class SelectedGroups(Record):
@@ -308,10 +309,12 @@ class EvalReport(Record):
     """Completions without a score: the reward abstained."""
     num_reward_failed: int = 0
     """Completions without a score: the reward failed on them."""
+    judged: BlobId | None = None
+    """As of `Scores`."""
 
     def cache_identity(self) -> Any:
-        """Without counts of nothing: what was kept before there were any is found."""
-        return self.model_dump(mode="json", exclude=_counts_of_nothing(self))
+        """Without counts of nothing: what was kept before there were any is found. Nor with what judges said."""
+        return self.model_dump(mode="json", exclude=_counts_of_nothing(self) | {"judged"})
 
 
 class Divergence(Record):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import num_gpus
-from rollout_core.base.errors import ConfigError, near
+from rollout_core.base.errors import ConfigError, Recoverable, near
 from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
@@ -35,6 +35,7 @@ from rollout_core.config import (
     SFTSettings,
     TrainConfig,
 )
+from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard
 from rollout_core.config.rewards import FunctionReward, ModelReward, RewardSpec, plain_rewards
@@ -51,7 +52,7 @@ from rollout_core.models.facts import (
     is_known_trainable,
     remember_trainable,
 )
-from rollout_core.models.locating import describe, mark_of_source
+from rollout_core.models.locating import Unchecked, describe, mark_of_source
 from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.memory_and_disk import (
     Left,
@@ -69,6 +70,7 @@ from rollout_core.plans.memory_and_disk import (
 )
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.rewards.call_forms import CallForm
+from rollout_core.rewards.judges.engine import try_judge
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.reachable import Connections
 
@@ -369,6 +371,8 @@ class LearnerPlan(Plan):
         for part in plain_rewards(spec):
             if isinstance(part, ModelReward):
                 self.check(what, lambda uri=part.model: self._reward_model(uri))
+            for judge in part.judges if isinstance(part, JudgeReward) else ():
+                self.check(f"{what}.judges", lambda judge=judge: _try_judge(judge))
 
     def _load_reward(self, spec: RewardSpec) -> None:
         loaded = load_reward(spec, base=self.base)
@@ -422,6 +426,11 @@ class LearnerPlan(Plan):
                     + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
                 )
         found = {key for row in rows or () for key in row.extras}
+        named = {key for part in plain_rewards(spec) if isinstance(part, JudgeReward) for key in part.template_keys}
+        self.violations += [
+            f"{what}: no row has {key!r}, which the template of the judge reward names; {near(key, found)}"
+            for key in sorted(named - found if rows else ())
+        ]
         for name in [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]:
             required = self._forms[name].required if rows and name in self._forms else ()
             self.violations += [
@@ -429,6 +438,13 @@ class LearnerPlan(Plan):
                 for key in required
                 if key not in found
             ]
+
+
+def _try_judge(judge: JudgeEndpoint) -> None:
+    try:
+        try_judge(judge)
+    except Recoverable as error:
+        raise Unchecked(str(error)) from error
 
 
 def _plan_of(run: RunInfo, base: Path, connections: Connections | None, *, keep: bool) -> LearnerPlan:

@@ -10,9 +10,11 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.retention.unstored import local_model
+from rollout_core.rewards.judges.judging import AnswerLedger
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction
 from rollout_core.rewards.source_ids import record_code, source_of
+from rollout_core.store.reachable import OpenStore
 
 MOST_KEPT = 4
 _kept: dict[tuple[ContentId, str, str], RewardFunction] = {}
@@ -24,6 +26,7 @@ def open_reward(
     reward_source: ContentId,
     *,
     objects: ObjectStore,
+    open_store: OpenStore | None = None,
     base: Path,
     models: Path,
     on_line: Callable[[str], None],
@@ -31,8 +34,9 @@ def open_reward(
 ) -> RewardFunction:
     """The reward, running the code that ``reward_source`` is the id of, whatever its files under ``base`` hold by now.
 
-    Reward models are fetched into the folder ``models``. ``on_line`` receives what the reward prints, ``on_warning``
-    that its file was changed. Raises ConfigError where the code is not to be had, and as `load_reward`.
+    Reward models are fetched into the folder ``models``, answers of judges kept in the store. ``on_line`` receives what
+    the reward prints, ``on_warning`` that its file was changed. Raises ConfigError where the code is not to be had, and
+    as `load_reward`.
     """
     source = source_of(reward, base, reward_source)
     changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
@@ -51,6 +55,7 @@ def open_reward(
                 base=base,
                 source=source,
                 model_folder=lambda model: local_model(objects, ContentId(model), models),
+                ledger=None if open_store is None else AnswerLedger(objects, open_store),
                 on_line=on_line,
             )
         found = _kept.pop(key)

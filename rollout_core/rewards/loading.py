@@ -15,6 +15,7 @@ from typing import Any
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.processes import Limits
+from rollout_core.config.judges import JudgeReward
 from rollout_core.config.rewards import (
     SAMPLE_FIGURES,
     CompositeReward,
@@ -29,6 +30,7 @@ from rollout_core.config.rewards import (
 from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.rewards.answers import comparable, written
 from rollout_core.rewards.call_forms import CallForm, load_function
+from rollout_core.rewards.judges.judging import AnswerLedger, Judges
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
     RewardFunction,
@@ -58,17 +60,20 @@ def load_reward(
     base: Path | None = None,
     source: RewardSource | None = None,
     model_folder: Callable[[str], Path] | None = None,
+    ledger: AnswerLedger | None = None,
     on_line: Callable[[str], None] = log.info,
 ) -> RewardFunction:
     """The function ``spec`` describes; relative files and modules start at ``base`` (default: the working directory).
 
     ``source`` is its code where that has been read, ``model_folder`` finds the local folder of a reward model by its
-    address, when it first scores; ``on_line`` gets what a user's function writes to its output.
+    address, when it first scores; ``ledger`` keeps the answers of judges (default: this process's memory); ``on_line``
+    gets what a user's function writes to its output.
     Raises ConfigError where the module, file or function does not exist, fails on import, or cannot be called with a
     sample.
     """
     source = source or read_source(spec, base)
     options: dict[str, Any] = {"base": base, "source": source, "model_folder": model_folder, "on_line": on_line}
+    options["ledger"] = ledger
     if isinstance(spec, CompositeReward | ExpressionReward):
         return _combined(spec, [load_reward(part, **options) for part in plain_rewards(spec)])
     if isinstance(spec, ModelReward):
@@ -76,6 +81,9 @@ def load_reward(
     if isinstance(spec, ExactMatchReward):
         name = f"exact_match({spec.answer_key})"
         return RewardFunction(name, lambda sample: _exact_match(spec, sample), separable=True)
+    if isinstance(spec, JudgeReward):
+        judges = Judges(spec, ledger, on_line)
+        return RewardFunction(spec.kind, judges, batched=True, judges=(judges,))
     if isinstance(spec, CodeReward):
         grader = CodeGrader(spec)
         return RewardFunction(spec.kind, grader, batched=True, separable=True, close=grader.close)
@@ -196,6 +204,7 @@ def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFu
         parts=summed,
         forms={name: form for part in parts for name, form in part.forms.items()},
         max_failed_share=min((part.max_failed_share for part in parts if part.forms), default=0.0),
+        judges=tuple(each for part in parts for each in part.judges),
     )
 
 

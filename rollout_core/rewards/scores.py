@@ -44,6 +44,8 @@ def compute_scores(
     has a score.
     """
     inputs, look = reward_inputs(objects, completions), partial(judged, reward, by_part)
+    for judges in reward.judges:
+        judges.take_judgements()  # of a scoring that failed
     if shared_as is not None and reward.separable:
         rows = SharedScores(objects, shared_as, inputs, look).finish()
     else:
@@ -77,8 +79,15 @@ def compute_scores(
         num_left_out=completions.num_left_out,
         num_abstained=num_abstained,
         num_reward_failed=len(failures),
+        judged=_file_judgements(objects, reward),
     )
     return scores, failures
+
+
+def _file_judgements(objects: ObjectStore, reward: RewardFunction) -> ContentId | None:
+    """What judges said of the completions that were just scored, and what it took."""
+    found = [judgement.document() for judges in reward.judges for judgement in judges.take_judgements()]
+    return objects.put_json(found) if found else None
 
 
 def judged(reward: RewardFunction, by_part: bool, inputs: Sequence[RewardInput]) -> list[Any]:
@@ -166,6 +175,7 @@ def report_of(completions: Completions, scores: Scores) -> EvalReport:
         num_tokens=completions.num_tokens,
         num_abstained=scores.num_abstained,
         num_reward_failed=scores.num_reward_failed,
+        judged=scores.judged,
     )
 
 

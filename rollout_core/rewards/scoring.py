@@ -70,6 +70,8 @@ class RewardFunction:
     """How the user's functions in it are called, by their names."""
     max_failed_share: float = 0.0
     """Of the samples scored together, the share that it may fail on (`within_share`)."""
+    judges: tuple[Any, ...] = ()
+    """Those in it who ask models (`rollout_core.rewards.judges.judging.Judges`)."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.config.judges import JudgeReward
 from rollout_core.config.rewards import (
     CompositeReward,
     ExactMatchReward,
@@ -152,7 +153,7 @@ def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode], files: Mapping[s
         return content_id("reward/2", spec)  # the meaning's version: 2 compares whole floats and after NFC
     if isinstance(spec, SqlReward):  # the file's content counts, and not where it lies
         return content_id("reward/1", {**spec.cache_identity(), "database": files[spec.database]})
-    if isinstance(spec, VerifiedReward | CodeReward):
+    if isinstance(spec, VerifiedReward | CodeReward | JudgeReward):
         return content_id("reward/1", spec.cache_identity())
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)

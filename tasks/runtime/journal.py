@@ -19,6 +19,7 @@ from prefect.logging import get_run_logger
 
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.records import Record
+from rollout_core.rewards.judges.spending import RunSpending
 
 CHECKED = "Checked"
 """State of a stage that always checks and rarely has to act: an import of unchanged files, a promotion."""
@@ -152,6 +153,8 @@ class Journal:
     """Titles of the calls under way, in order, each with seconds since the epoch when it began."""
     missing: frozenset[str] = frozenset()
     """Ids of objects that earlier passes of the run's body found damaged or gone."""
+    judging: RunSpending = field(default_factory=RunSpending)
+    """What judges took: of scorings in this process, and of those that `judged_so_far` has looked at."""
 
     def begin(self, title: str) -> object:
         """Note a call that begins; returns what `end` takes."""

@@ -38,6 +38,7 @@ from rollout_core.runs.run_records import (
 from rollout_core.runs.run_samples import own_evaluations
 from tasks.runtime.connections import objects
 from tasks.runtime.journal import Journal, StageEntry, stage_logger
+from tasks.runtime.judge_costs import judge_facts
 from tasks.runtime.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about
 
 LEAST_SECONDS, MOST_SECONDS = 5.0, 60.0
@@ -179,7 +180,7 @@ class Recorder:
         calls = [*(call for call in earlier if (call.stage, call.label) not in again), *calls]
         return RunDetail(
             config=self._config.model_dump(mode="json", exclude_none=True),
-            facts=dict(self._summary.outcome.facts),
+            facts=dict(self._summary.outcome.facts) | judge_facts(list(self._summary.journals)),
             calls=tuple(calls[-MOST_CALLS:]),
             live=None
             if learning is None

@@ -1,0 +1,214 @@
+"""A reward that models give: which endpoints judge, by which rubric and scale, and what they may cost."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rollout_core.config.inference import EndpointAddress
+from rollout_core.config.verifiers import RewardSettings
+
+GIVEN_NAMES = ("prompt", "completion", "completions", "reference", "rubric", "lowest", "highest", "row")
+"""That every template knows, besides the keys of the prompt's row."""
+
+
+def _is_a_template(text: str) -> str:
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        ImmutableSandboxedEnvironment().parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno} is no Jinja template: {error.message}") from None
+    return text
+
+
+Template = Annotated[str, Field(min_length=1), AfterValidator(_is_a_template)]
+"""A Jinja template, rendered in Jinja's sandbox."""
+
+
+class JudgeEndpoint(RewardSettings):
+    """A model that judges, at an endpoint. Its answers count as those of ``model`` in ``revision``, at this address."""
+
+    url: EndpointAddress
+    """Up to and with the version, such as ``https://api.openai.com/v1``."""
+    api: Literal["openai", "anthropic"] = "openai"
+    """``openai``: posted to ``/chat/completions``, as vLLM's server takes it, too; ``anthropic``: to ``/messages``."""
+    model: str = Field(min_length=1)
+    """Name of the model at the endpoint."""
+    revision: str = Field(default="", max_length=200)
+    """What you call the model's present state, such as a date. Another one has every question asked anew."""
+    api_key: str | None = Field(default=None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """NAME of the secret that is the endpoint's key: ``ROLLOUT_SECRET_<NAME>`` in the worker's environment, where
+    ``ROLLOUT_SECRETS`` must list it."""
+    max_tokens: int = Field(default=512, ge=16)
+    """Longest answer, in tokens; it is reserved of the budget for each question under way."""
+    temperature: float | None = Field(default=0.0, ge=0, le=2, allow_inf_nan=False)
+    """Of its sampling. A negative one is refused; leave it to the endpoint with ``send_temperature = false``."""
+    send_temperature: bool = True
+    """Whether the temperature is sent; some models refuse any."""
+    guided: bool = True
+    """Ask an ``openai`` endpoint for JSON of the answer's schema (``response_format``). Turn it off for one that does
+    not know this."""
+    body: dict[str, Any] = Field(default={})
+    """Further keys of each request's body. With ``max_completion_tokens`` among them ``max_tokens`` is not sent."""
+    max_concurrency: int = Field(default=16, ge=1)
+    """Most questions under way. They become fewer while the endpoint answers 429, and more again afterwards."""
+    requests_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Most requests a minute. Default: any number."""
+    tokens_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Most tokens a minute, of questions and answers. Default: any number."""
+    timeout_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    """Longest wait for an answer. Then the question is asked again."""
+    max_retries: int = Field(default=6, ge=0)
+    """Further tries after answers 408, 425, 429 and 5xx and lost connections; after those it counts as down."""
+    backoff_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Wait before the first further try; doubled for each one after, up to a minute. Where the endpoint asks for a
+    longer wait (Retry-After), that counts."""
+    prompt_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of a million tokens of questions."""
+    answer_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of a million tokens of answers."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.model} at {self.url}"
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens that an answer may have."""
+        return max(int(self.body.get("max_completion_tokens") or 0), self.max_tokens)
+
+    def price_of(self, prompt_tokens: int, answer_tokens: int) -> float:
+        """Money for so many tokens; what has no price costs nothing."""
+        prompt, answer = (self.prompt_price or 0.0) * prompt_tokens, (self.answer_price or 0.0) * answer_tokens
+        return (prompt + answer) / 1e6
+
+    def cache_identity(self) -> Any:
+        """What decides an answer; keys, limits and prices do not."""
+        return {
+            "url": self.url,
+            "api": self.api,
+            "model": self.model,
+            "revision": self.revision,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature if self.send_temperature else None,
+            "guided": self.guided and self.api == "openai",
+            "body": self.body,
+        }
+
+
+class JudgeScale(RewardSettings):
+    """The numbers that a judge may give."""
+
+    lowest: float = Field(default=0.0, allow_inf_nan=False)
+    """Worst."""
+    highest: float = Field(default=10.0, allow_inf_nan=False)
+    """Best."""
+    whole: bool = False
+    """Whole numbers only."""
+    normalise: bool = True
+    """Make the lowest 0 and the highest 1. Else the reward is the number as it was given."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> JudgeScale:
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest is {self.lowest:g} and highest {self.highest:g}; give lowest < highest")
+        return self
+
+    def reward(self, given: float) -> float:
+        """Of a number that a judge gave."""
+        return (given - self.lowest) / (self.highest - self.lowest) if self.normalise else given
+
+
+class JudgeBudget(RewardSettings):
+    """The most that judging may take in a run. What a question could take is reserved before it is asked; the run stops
+    before one that could take more than is left, and continues where it was with a larger budget."""
+
+    tokens: int | None = Field(default=None, ge=1)
+    """Of questions and answers together."""
+    money: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """By the prices of the judges."""
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> JudgeBudget:
+        if self.tokens is None and self.money is None:
+            raise ValueError("give tokens or money; got neither")
+        return self
+
+
+class JudgeReward(RewardSettings):
+    """What models at endpoints say of a completion, by a rubric; every answer is kept, and no question asked twice."""
+
+    kind: Literal["judge"] = "judge"
+    judges: tuple[JudgeEndpoint, ...] = Field(min_length=1)
+    """Who is asked. Several vote."""
+    mode: Literal["score", "pairwise", "ranking"] = "score"
+    """``score``: a number for each completion. ``pairwise``: 1 where it is better than the row's reference answer, 0
+    where it is worse, 0.5 for a tie. ``ranking``: all completions of one prompt are shown together, and each gets a
+    number relative to the others."""
+    rubric: str = Field(default="How correct, complete and helpful is it?", min_length=1)
+    """What is judged, and by what."""
+    template: Template | None = None
+    """The question in Jinja, in place of the built-in one: with ``prompt``, ``completion`` (``completions`` in a
+    ranking), ``reference``, ``rubric``, ``lowest``, ``highest``, ``row`` and the keys of the prompt's row. How to
+    answer is said in another message."""
+    reference_key: str | None = Field(default=None, min_length=1)
+    """Key of the prompt's row with a reference answer. Default: none is shown; ``pairwise`` needs one."""
+    scale: JudgeScale = JudgeScale()
+    """Of ``score`` and ``ranking``."""
+    vote: Literal["mean", "median", "majority"] = "mean"
+    """What several judges come to: their mean, their median, or what most of them say (of equally many, the median)."""
+    swap_order: bool = True
+    """Ask ``pairwise`` and ``ranking`` in both orders and take the mean, for judges prefer what they read first."""
+    when_down: Literal["wait", "fail", "abstain"] = "wait"
+    """Where an endpoint gives no answer after all tries: try on until it does; fail, so that the run can be continued;
+    or leave the completion without a score. It is never a reward of 0."""
+    when_unusable: Literal["abstain", "fail"] = "abstain"
+    """Where an endpoint refuses a question, or its answer does not fit the schema after one question for repair: leave
+    the completion without a score, or fail."""
+    budget: JudgeBudget | None = None
+    """Most tokens and money."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JudgeReward:
+        if self.mode == "pairwise" and self.reference_key is None:
+            raise ValueError('mode = "pairwise" compares with a reference answer; name its key as reference_key')
+        if len({judge.model_dump_json() for judge in self.judges}) < len(self.judges):
+            raise ValueError("a judge is there twice; it would give the same answer again")
+        if self.budget is not None and self.budget.money is not None:
+            free = [each.name for each in self.judges if each.prompt_price is None or each.answer_price is None]
+            if free:
+                raise ValueError(f"budget.money needs prompt_price and answer_price of each judge; {free[0]} lacks one")
+        return self
+
+    @property
+    def row_keys(self) -> tuple[str, ...]:
+        return () if self.reference_key is None else (self.reference_key,)
+
+    @property
+    def template_keys(self) -> tuple[str, ...]:
+        """Keys of a row that the template names."""
+        if self.template is None:
+            return ()
+        from jinja2.meta import find_undeclared_variables
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        names = find_undeclared_variables(ImmutableSandboxedEnvironment().parse(self.template))
+        return tuple(sorted(names - {*GIVEN_NAMES}))
+
+    def cache_identity(self) -> Any:
+        """What decides scores: not what judging may cost, and not what happens while an endpoint is down."""
+        return {
+            "kind": self.kind,
+            "judges": [judge.cache_identity() for judge in self.judges],
+            "mode": self.mode,
+            "rubric": self.rubric,
+            "template": self.template,
+            "reference_key": self.reference_key,
+            "scale": self.scale.model_dump(mode="json"),
+            "vote": self.vote,
+            "swap_order": self.swap_order and self.mode != "score",
+        }
