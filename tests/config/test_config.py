@@ -69,6 +69,7 @@ EXAMPLES = {
     "batch-parquet.toml": InferBatchConfig,
     "batch-s3.toml": InferBatchConfig,
     "batch-endpoint.toml": InferBatchConfig,
+    "grpo-judge.toml": TrainGRPOConfig,
     "batch-guided.toml": InferBatchConfig,
 }
 
