@@ -70,7 +70,6 @@ from rollout_core.plans.memory_and_disk import (
 )
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.rewards.call_forms import CallForm
-from rollout_core.rewards.judges.engine import try_judge
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.reachable import Connections
 
@@ -441,6 +440,8 @@ class LearnerPlan(Plan):
 
 
 def _try_judge(judge: JudgeEndpoint) -> None:
+    from rollout_core.rewards.judges.engine import try_judge
+
     try:
         try_judge(judge)
     except Recoverable as error:

@@ -10,7 +10,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.retention.unstored import local_model
-from rollout_core.rewards.judges.judging import AnswerLedger
+from rollout_core.rewards.judges.kept_answers import AnswerLedger
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction
 from rollout_core.rewards.source_ids import record_code, source_of

@@ -30,7 +30,7 @@ from rollout_core.config.rewards import (
 from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.rewards.answers import comparable, written
 from rollout_core.rewards.call_forms import CallForm, load_function
-from rollout_core.rewards.judges.judging import AnswerLedger, Judges
+from rollout_core.rewards.judges.kept_answers import AnswerLedger
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
     RewardFunction,
@@ -82,6 +82,8 @@ def load_reward(
         name = f"exact_match({spec.answer_key})"
         return RewardFunction(name, lambda sample: _exact_match(spec, sample), separable=True)
     if isinstance(spec, JudgeReward):
+        from rollout_core.rewards.judges.judging import Judges
+
         judges = Judges(spec, ledger, on_line)
         return RewardFunction(spec.kind, judges, batched=True, judges=(judges,))
     if isinstance(spec, CodeReward):

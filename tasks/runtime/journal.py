@@ -18,7 +18,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from rollout_core.base.ids import ContentId
-from rollout_core.objects.records import Record
+from rollout_core.objects.records import EvalReport, Record, Scores
 from rollout_core.rewards.judges.spending import RunSpending
 
 CHECKED = "Checked"
@@ -153,8 +153,15 @@ class Journal:
     """Titles of the calls under way, in order, each with seconds since the epoch when it began."""
     missing: frozenset[str] = frozenset()
     """Ids of objects that earlier passes of the run's body found damaged or gone."""
-    judging: RunSpending = field(default_factory=RunSpending)
-    """What judges took: of scorings in this process, and of those that `judged_so_far` has looked at."""
+    judged: list[ContentId] = field(default_factory=list)
+    """What scorings filed of judges (`Scores.judged`), also cached ones."""
+    judging: RunSpending | None = None
+    """What judges took, once somebody asked (`judged_so_far`)."""
+
+    @property
+    def has_judges(self) -> bool:
+        """Whether judges were asked."""
+        return bool(self.judged) or self.judging is not None
 
     def begin(self, title: str) -> object:
         """Note a call that begins; returns what `end` takes."""
@@ -169,6 +176,8 @@ class Journal:
     def add(self, entry: StageEntry) -> None:
         """Note one call, which has just ended."""
         self.entries.append(entry)
+        if isinstance(entry.result, Scores | EvalReport) and entry.result.judged is not None:
+            self.judged.append(entry.result.judged)
         self.totals.setdefault(entry.stage, StageTotals()).add(entry, time.monotonic())
 
     def makers_for(self, named: Collection[ContentId]) -> dict[str, str]:

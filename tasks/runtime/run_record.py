@@ -172,6 +172,13 @@ class Recorder:
             metrics=(*(before.metrics if before else ()), *_metrics(self._entries())),
         )
 
+    def _judges(self) -> dict[str, str]:
+        """What judges took. What cannot be read now is in a later record."""
+        asked = [journal for journal in list(self._summary.journals) if journal.has_judges]
+        with suppress(NotFound, OSError):
+            return judge_facts(asked) if asked else {}
+        return {}
+
     def _detail(self) -> RunDetail:
         learning = next((j.learning for j in reversed(self._summary.journals) if j.learning is not None), None)
         calls = [_call(entry) for entry in self._entries()[-MOST_CALLS:]]
@@ -180,7 +187,7 @@ class Recorder:
         calls = [*(call for call in earlier if (call.stage, call.label) not in again), *calls]
         return RunDetail(
             config=self._config.model_dump(mode="json", exclude_none=True),
-            facts=dict(self._summary.outcome.facts) | judge_facts(list(self._summary.journals)),
+            facts=dict(self._summary.outcome.facts) | self._judges(),
             calls=tuple(calls[-MOST_CALLS:]),
             live=None
             if learning is None

@@ -102,7 +102,8 @@ class RunSummary:
     def _judges(self, state: str) -> dict[str, str]:
         """What judges took, once the run has ended. What cannot be read then is not worth the page."""
         try:
-            facts = {} if state == "running" else judge_facts(self.journals)
+            asked = [] if state == "running" else [journal for journal in self.journals if journal.has_judges]
+            facts = judge_facts(asked) if asked else {}
         except (RolloutError, OSError):
             return {}
         return {name: plain(text) for name, text in facts.items()}

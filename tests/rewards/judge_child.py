@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rollout_core.config.judges import JudgeReward
 from rollout_core.objects import ObjectStore
-from rollout_core.rewards.judges.judging import AnswerLedger, Judges
+from rollout_core.rewards.judges.judging import Judges
+from rollout_core.rewards.judges.kept_answers import AnswerLedger
 from rollout_core.rewards.scoring import RewardInput
 from rollout_core.store import SqlLightningStore
 

@@ -6,7 +6,6 @@ import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,36 +17,15 @@ from rollout_core.config.judges import JudgeReward
 from rollout_core.data.samples import Sample, SampledCompletion, decode_completions_blob, encode_samples
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.ledger import SampleLedger, this_worker
-from rollout_core.objects import ObjectStore
 from rollout_core.rewards.judges.engine import JudgeModel, charged
+from rollout_core.rewards.judges.kept_answers import AnswerLedger
 from rollout_core.rewards.judges.questions import Question, Unusable, questions_of, read_answer, repair_of
 from rollout_core.rewards.judges.spending import Spending
 from rollout_core.rewards.scoring import RewardInput, Score, places
-from rollout_core.store import InMemoryLightningStore
-from rollout_core.store.reachable import OpenStore
 
 GENERATOR = "judge/1"
 """All that decides an answer is in its question's id."""
 STALE_AFTER_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class AnswerLedger:
-    """Where answers are kept: one sample each, as completions are."""
-
-    objects: ObjectStore
-    open_store: OpenStore
-
-    @classmethod
-    def in_memory(cls) -> AnswerLedger:
-        """One for the length of this process."""
-        store = InMemoryLightningStore()
-
-        @asynccontextmanager
-        async def opened():
-            yield store
-
-        return cls(ObjectStore.from_url(f"memory://judges-{id(store)}"), opened)
 
 
 @dataclass
