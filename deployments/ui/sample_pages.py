@@ -51,6 +51,8 @@ class _Shown:
     chosen: SampleList
     view: SampleView
     parts: Sequence[tuple[str, float, float | None]]
+    verdicts: Sequence[tuple[str, float | None, str]]
+    """Judge, value and reasoning."""
     tokens: list[Token]
     learned: Learned
     others: list[SampleView]
@@ -103,6 +105,7 @@ class SamplePages:
             chosen=shown.chosen,
             view=shown.view,
             parts=shown.parts,
+            verdicts=shown.verdicts,
             tokens=shown.tokens,
             learned=shown.learned,
             by="advantage" if request.query_params.get("by") == "advantage" else "logprob",
@@ -129,7 +132,8 @@ class SamplePages:
         others = [each for each in rows if each.prompt == view.prompt]
         parts: Any = self._browser.reward_parts(chosen, number)
         learned = learned_from(self._browser, detail, chosen, view)
-        return _Shown(head, chosen, view, parts, self._texts.tokens(chosen.model, view), learned, others)
+        verdicts = self._browser.verdicts(chosen, number)
+        return _Shown(head, chosen, view, parts, verdicts, self._texts.tokens(chosen.model, view), learned, others)
 
     def _chosen(self, request: Request) -> tuple[RunHead, RunDetail, list[SampleList], SampleList]:
         records = self._sources.records

@@ -42,6 +42,8 @@ class SampleFile:
     scores: ContentId | None = None
     parts: ContentId | None = None
     """Of the rewards of a composite, as of `Scores`."""
+    judged: ContentId | None = None
+    """What judges said, as of `Scores`."""
     is_shard: bool = False
     """``prompts`` are rows of a batch, each of which has the same number of completions."""
 
@@ -134,7 +136,7 @@ def sample_lists(objects: ObjectStore, detail: RunDetail) -> list[SampleList]:
         SampleList(
             each.label,
             each.is_held_out,
-            (SampleFile(each.samples, each.completions, each.num_samples, each.scores, each.parts),),
+            (SampleFile(each.samples, each.completions, each.num_samples, each.scores, each.parts, each.judged),),
             each.num_samples,
             each.mean,
             each.model,
@@ -329,6 +331,18 @@ class SampleBrowser:
             return ()
         values = found["values"][place] or [None] * len(found["names"])
         return tuple(zip(found["names"], found["weights"], values, strict=True))
+
+    def verdicts(self, of: SampleList, number: int) -> tuple[tuple[str, float | None, str], ...]:
+        """Judge, value and reasoning of each answer about a sample; none where no judge was asked, or they are gone."""
+        file, place = of.file_of(number)
+        if file.judged is None:
+            return ()
+        try:
+            found = self.read(file.judged, "verdicts", orjson.loads, file.blobs)
+        except MissingObject:
+            return ()
+        given = [verdict for judgement in found for verdict in judgement["verdicts"][place]]
+        return tuple((verdict["judge"], verdict["value"], verdict["reasoning"]) for verdict in given)
 
     def matching(self, of: SampleList, search: Search, *, start: int = 0) -> Iterator[SampleView]:
         """All samples from number ``start`` on that are as ``search`` says, read file by file. Raises NotFound where

@@ -36,6 +36,8 @@ class SampleSet:
     """That made them."""
     parts: ContentId | None = None
     """Of the rewards of a composite, as of `Scores`."""
+    judged: ContentId | None = None
+    """What judges said, as of `Scores`."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def sample_sets(detail: RunDetail) -> list[SampleSet]:
             result["num_samples"],
             result["mean_reward"],
             ContentId(result["model"]) if "model" in result else None,
+            judged=_judged(result),
         )
         for call, result in detail.results("EvalReport")
         if not call.label.startswith("guard ")
@@ -115,6 +118,7 @@ def sample_sets(detail: RunDetail) -> list[SampleSet]:
                     result["mean"],
                     None if model is None else ContentId(model),
                     None if parts is None else ContentId(parts),
+                    _judged(result),
                 )
             )
     served = {result["rollouts"]: result.get("model") for _, result in detail.results("AgentRollouts")}
@@ -124,6 +128,11 @@ def sample_sets(detail: RunDetail) -> list[SampleSet]:
         own = None if model is None else ContentId(model)
         sets.append(SampleSet(call.label, False, *ids, result["num_samples"], result["mean"], own))
     return sets
+
+
+def _judged(result: Mapping[str, Any]) -> ContentId | None:
+    found = result.get("judged")
+    return None if found is None else ContentId(found)
 
 
 def own_evaluations(detail: RunDetail) -> list[SampleSet]:

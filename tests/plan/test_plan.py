@@ -29,6 +29,7 @@ from rollout_core.plans.learner_plan import plan_nightly, plan_training
 from rollout_core.plans.memory_and_disk import Need, States, Training
 from rollout_core.store.reachable import plain_connections
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
+from tests.rewards.judge_server import JudgeServer
 
 SOLUTION = {"kind": "exact_match", "answer_key": "solution"}
 
@@ -778,6 +779,30 @@ def test_rows_without_the_answer_are_counted_in_one_line(work: Path):
     assert message == (
         "algorithm.prompts.path: row 1 has no 'answer', which the exact_match reward compares with (and 2 more rows)"
     )
+
+
+def test_a_judge_is_looked_for_and_what_its_template_and_rows_lack_is_named(work: Path):
+    jsonl(work / "prompts.jsonl", {"prompt": "sort 2 1 =", "subject": "numbers"}, {"prompt": "sort 3 1 ="})
+    with JudgeServer() as server:
+        judge = {"url": server.url, "model": "wise"}
+        reward: dict[str, Any] = {"kind": "judge", "judges": [judge], "template": "{{ subject }} {{ completion }}"}
+        plan("train-ppo", work, algorithm__reward=reward)
+        assert not server.bodies, "a plan asks no question"
+        assert refusal("train-ppo", work, algorithm__reward=reward | {"template": "{{ subjekt }}"}) == (
+            "algorithm.prompts.path: no row has 'subjekt', which the template of the judge reward names; did you mean "
+            "'subject'?"
+        )
+        assert refusal("train-ppo", work, algorithm__reward=reward | {"reference_key": "answer"}) == (
+            "algorithm.prompts.path: row 1 has no 'answer', which the judge reward compares with (and 1 more rows)"
+        )
+        keyed = {"kind": "judge", "judges": [judge | {"api_key": "JUDGE_KEY"}]}
+        message = refusal("train-ppo", work, algorithm__reward=keyed)
+        assert message.startswith("algorithm.reward.judges: secret 'JUDGE_KEY' is not among those allowed")
+        reward = {"kind": "judge", "judges": [judge | {"model": "wisest"}]}
+        assert "serves no model 'wisest', but wise" in refusal("train-ppo", work, algorithm__reward=reward)
+    reward = {"kind": "judge", "judges": [judge]}
+    facts = plan("train-ppo", work, algorithm__reward=reward)
+    assert "the judge does not answer" in json.dumps(facts), "it may by the time that the run needs it"
 
 
 # Places and software
