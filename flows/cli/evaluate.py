@@ -81,8 +81,7 @@ def eval_run(
 
 
 def eval_list(storage: StoragePath = None, output: Format = "text", debug: Debug = False) -> None:
-    """Print the models that were evaluated, by suites. One figure of each is shown with its interval, and all of them as
-    JSON."""
+    """Print the models that were evaluated, by suites. One figure of each is shown with its interval; JSON has all."""
     with one_line_errors(debug):
         with object_store(storage) as objects:
             models = evaluated_models(RunRecords(objects))
