@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -113,7 +114,8 @@ def test_so_it_is_for_an_unprivileged_user(kind: str, outside: Outside):
     (outside.folder / "temporary").mkdir()
     (outside.folder / "temporary").chmod(0o777)
     before, processes = outside.state(), children()
-    found = as_nobody(outside.folder / "temporary", lambda: nobodys_scores(kind, python, outside))
+    with reachable(outside.folder):
+        found = as_nobody(outside.folder / "temporary", lambda: nobodys_scores(kind, python, outside))
     if isinstance(found, str):
         pytest.skip(found)
     assert found == expected()
@@ -137,6 +139,19 @@ def usable_python() -> str | None:
     if not Path(SYSTEM_PYTHON).exists():
         pytest.skip("no interpreter on this machine that an unprivileged user may start")
     return SYSTEM_PYTHON
+
+
+@contextmanager
+def reachable(folder: Path) -> Iterator[None]:
+    """Every user may pass through the folders above, which pytest makes its own user's."""
+    closed = {path: mode for path in folder.parents if not (mode := path.stat().st_mode) & 0o001}
+    for path, mode in closed.items():
+        path.chmod(mode | 0o001)
+    try:
+        yield
+    finally:
+        for path, mode in closed.items():
+            path.chmod(mode)
 
 
 def as_nobody(temporary: Path, call: Callable[[], object]) -> object:
