@@ -47,6 +47,7 @@ _BESIDE = {
     "own_loss": "learning",
     "experience": "on_policy",
     "verifiers": "rewards",
+    "judges": "rewards",
 }
 """Modules whose models are on the page of another."""
 _CLOUDS = {"local": cloud.LocalCloud, "aws": cloud.AWSCloud, "gcp": cloud.GCPCloud}
