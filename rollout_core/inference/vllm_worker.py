@@ -33,7 +33,7 @@ _dispatch = layer_utils.dispatch_cpu_unquantized_gemm
 _fewest: dict[tuple[torch.Size, torch.dtype], int] = {}
 
 
-def dispatch_tried_out(layer: torch.nn.Module, remove_weight: bool) -> None:
+def dispatch_tried_out(layer: Any, remove_weight: bool) -> None:
     """vLLM's choice of kernels for a linear layer on a CPU, and how many rows these take at the least."""
     shape, dtype = layer.weight.shape, layer.weight.dtype
     _dispatch(layer, remove_weight)
