@@ -129,6 +129,8 @@ def test_without_a_wish_a_fenced_block_is_taken_where_there_is_one():
         ("1e3", r"\boxed{1000}", 1),
         ("1000", r"\boxed{1e3}", 1),
         ("12 dollars", "It costs 12.", 1),
+        (r"10\text{ meters}", r"\boxed{10}", 1),
+        (r"\text{(B)}", r"\boxed{B}", 1),
         ("-1", "It is \N{MINUS SIGN}1.", 1),
         ("5", "It is \N{FULLWIDTH DIGIT FIVE}.", 1),
         (r"\frac{3\pi}{4}", r"\boxed{0.75\pi}", 1),
@@ -158,7 +160,7 @@ def test_an_answer_after_a_marker_is_read_however_it_is_dressed(said: str):
     assert verified(f"So 70 + 2.\n#### {said}", "math", extras={"answer": "73"}, extract=marker) == 0
 
 
-@pytest.mark.parametrize("answer", ["east", "no", "AB", None, True, {"a": 1}, "", float("nan")])
+@pytest.mark.parametrize("answer", ["east", "no", "AB", "cm", r"\text{east}", None, True, {"a": 1}, "", float("nan")])
 def test_a_row_whose_answer_is_no_mathematics_is_named(answer: Any):
     with pytest.raises(ConfigError, match="the row's 'answer'"):
         verified("1", "math", extras={"answer": answer})

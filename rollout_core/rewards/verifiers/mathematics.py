@@ -26,7 +26,8 @@ _SIGNS = str.maketrans("−‐‑–０１２３４５６７８９", "----012345
 _EXPONENT = re.compile(r"[+-]?\d+(?:\.\d*)?[eE][+-]?\d{1,3}")
 _NUMBER_AND_WORDS = re.compile(r"([+-]?[$€£]?\d[\d,]*(?:\.\d+)?)((?:\s+[a-zA-Z]{2,}\.?)+)")
 _WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
-_NAMES = {"sqrt", "frac", "pi", "sin", "cos", "tan", "log", "ln", "exp", "min", "max", "inf", "oo", "infty", "cm", "mm"}
+_NAMES = {"sqrt", "frac", "pi", "sin", "cos", "tan", "log", "ln", "exp", "min", "max", "inf", "oo", "infty"}
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 
 
 def math_reward(spec: MathReward, completion: str, extras: dict[str, Any]) -> float:
@@ -52,12 +53,19 @@ def _reference(spec: MathReward, answer: Any) -> list[Any]:
     text = repr(answer) if isinstance(answer, float) else str(answer).strip().translate(_SIGNS)
     number = _NUMBER_AND_WORDS.fullmatch(text)
     text = number[1] if number else text
-    # Math-Verify takes letters side by side for a product, so that "east" would equal "seat".
-    has_words = not _is_marked(text) and not _NAMES.issuperset(_WORD.findall(text.replace("\\text", "")))
-    for form in () if has_words and not _EXPONENT.fullmatch(text) else _written(text):
+    for form in () if _is_prose(text) else _written(text):
         if found := _parsed(form):
             return found
     raise ConfigError(f"the row's {spec.answer_key!r} is {shown(answer)}, which is no mathematics; use exact_match")
+
+
+def _is_prose(text: str) -> bool:
+    """Whether it has words. Math-Verify takes letters side by side for a product, so that "east" would equal "seat"."""
+    if _is_marked(text) or _EXPONENT.fullmatch(text):
+        return False
+    mathematics = _TEXT.sub(" ", text)  # without units
+    is_text = not re.search(r"\w", mathematics)
+    return not _NAMES.issuperset(_WORD.findall(_TEXT.sub(r"\1", text) if is_text else mathematics))
 
 
 def _is_marked(text: str) -> bool:
