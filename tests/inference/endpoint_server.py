@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from batches import PARAMS
@@ -23,6 +23,7 @@ from rollout_core.config import OpenAIBackend, SamplingParams
 from rollout_core.data.samples import Outcome
 from rollout_core.inference.backend import Request
 from rollout_core.inference.openai_http import OpenAIEngine
+from tests.support.json_server import JsonServer
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
 MAX_MODEL_LEN = 77
@@ -71,36 +72,13 @@ class FaultyServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                server.answer(self, {})
-
-            def do_POST(self) -> None:
-                server.answer(self, json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 128
-            daemon_threads = True
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                """Clients that give up are expected."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._server = JsonServer(self.answer)
+        self.url = self._server.url
 
     def stop(self) -> None:
         if self.held is not None:
             self.held.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     @property
     def asked(self) -> list[Seen]:

@@ -12,8 +12,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.support.json_server import JsonServer
 
 ANSWER = re.compile(r"<answer-[0-9a-f]{16}>\n(.*?)\n</answer-[0-9a-f]{16}>", re.S)
 TOKENS = 30, 20
@@ -44,35 +46,18 @@ class JudgeServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> JudgeServer:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                send(self, 200, {"data": [{"id": name} for name in server.models]})
-
-            def do_POST(self) -> None:
-                server.judge(self, json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 128
-            daemon_threads = True
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                """Clients that are killed are expected."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._server = JsonServer(self._answer)
+        self.url = self._server.url
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
+
+    def _answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if handler.command == "GET":
+            send(handler, 200, {"data": [{"id": name} for name in self.models]})
+        else:
+            self.judge(handler, body)
 
     def judge(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         with self._lock:
