@@ -13,7 +13,8 @@ process of its own, in turn, each first in every other round. What is measured:
   `training.py` and `trl_side.py`. Real tokens per second, of wall and of processor; peak memory of the process;
 - grpo: seconds an iteration of the whole `train-grpo` flow, its Prefect server, object store and engine running, beside
   TRL's trainer with vLLM in its process (``grpo-transformers``: TRL generates by transformers); and how long the
-  weights take from the optimizer's last step until the engine has them;
+  weights take from the optimizer's last step until the engine has them. Ours stores a state to resume from in each
+  iteration; ``grpo-saved`` has TRL save one too, which it does not bring to the disk;
 - batch, batch-bf16: rollout's vLLM backend beside `vllm.LLM` as vLLM starts it by default, completions of one length;
 - flow: the whole `batch-inference` flow beside `LLM.generate` on the same engine (`inference.py`);
 - first-step, first-sample: from the command until the first optimizer step and the first sample, in an empty storage
@@ -147,11 +148,14 @@ def of_each(
     return ours, theirs
 
 
-def compare_grpo(figures: Figures, model: Path, arguments: argparse.Namespace, *, generator: str) -> None:
-    """The flow beside TRL's trainer."""
+def compare_grpo(
+    figures: Figures, model: Path, arguments: argparse.Namespace, *, generator: str, saved: bool = False
+) -> None:
+    """The flow beside TRL's trainer, which saves its state in each iteration where ``saved``."""
     rows = prompts(model, GRPO_PROMPTS * (arguments.steps + arguments.warm))
     shape = ("--completions", str(GRPO_COMPLETIONS), "--tokens", str(GRPO_TOKENS), "--warm", str(arguments.warm))
     what = f"GRPO, {GRPO_PROMPTS} x {GRPO_COMPLETIONS} of {GRPO_TOKENS} tokens, float32, TRL with {generator}"
+    what += " saves its state" * saved
     one = Comparison(
         what,
         "grpo",
@@ -160,7 +164,7 @@ def compare_grpo(figures: Figures, model: Path, arguments: argparse.Namespace, *
         model=model,
         options=shape,
         script="real_sides.py",
-        their_options=("--vllm", "eager") if generator == "vLLM" else (),
+        their_options=(*(("--vllm", "eager") if generator == "vLLM" else ()), *(["--save"] if saved else [])),
     )
     found = both_sides(one, arguments)
 
@@ -358,6 +362,7 @@ def cases(model: Path, arguments: argparse.Namespace) -> dict[str, Callable[[Fig
     return {
         **{name: compared(one) for name, one in rows.items()},
         "grpo": lambda figures: compare_grpo(figures, model, arguments, generator="vLLM"),
+        "grpo-saved": lambda figures: compare_grpo(figures, model, arguments, generator="vLLM", saved=True),
         "grpo-transformers": lambda figures: compare_grpo(figures, model, arguments, generator="transformers"),
         "batch": lambda figures: compare_batch(figures, model, arguments, precision="float32"),
         "batch-bf16": lambda figures: compare_batch(figures, model, arguments, precision="bfloat16"),

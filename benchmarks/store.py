@@ -110,7 +110,7 @@ async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
 
 def http(folder: Path) -> AbstractAsyncContextManager[LightningStore]:
     """A server over SQLite."""
-    command = ["from flows.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+    command = ["from deployments.cli import main; main()", "store", "serve", "--port", "0", "--database"]
     return _client_of([*command, f"sqlite:///{folder}/store.db"])
 
 

@@ -80,7 +80,11 @@ def common(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "optim": "adamw_torch_fused",
         "logging_strategy": "no",
-        "save_strategy": "no",
+        **(
+            {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+            if arguments.save
+            else {"save_strategy": "no"}
+        ),
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
@@ -217,6 +221,9 @@ def main() -> None:
     parser.add_argument("--lora", type=int, help="sft: rank of adapters, which are then what is trained")
     parser.add_argument(
         "--vllm", choices=("compiled", "eager"), help="grpo: it generates, within this process; TRL's is compiled"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="the trainer's state after each step, as it does by default"
     )
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
