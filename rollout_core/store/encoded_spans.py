@@ -115,8 +115,12 @@ def num_nulls(fields: Mapping[str, Any]) -> int:
 def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
     """The JSON of a span of this rollout and what else an ``EncodedSpan`` has."""
     *others, body = columns
-    head = orjson.dumps(dict(zip(COLUMNS, (rollout_id, *others), strict=True)))
-    return b"%b,%b" % (head[:-1], body.encode()[1:])
+    return with_body(dict(zip(COLUMNS, (rollout_id, *others), strict=True)), body)
+
+
+def with_body(columns: Mapping[str, Any], body: str) -> bytes:
+    """The JSON of a span with these columns, by name, and this body."""
+    return b"%b,%b" % (orjson.dumps(columns)[:-1], body.encode()[1:])
 
 
 # Spans that are alike but for their ids and attributes

@@ -15,6 +15,7 @@ from rollout_core.store.checks import check_id_list, check_ids, check_page, chec
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
+from rollout_core.store.stored_spans import page_json, stored_json
 from rollout_core.store.types import (
     Attempt,
     BrowsedPage,
@@ -310,7 +311,8 @@ class Queries:
 
         A store that keeps spans as JSON has it much quicker than by making them models.
         """
-        return encode_stored(await self.query_spans(rollout_id, attempt_id, **query))
+        page = await self.query_spans(rollout_id, attempt_id, **query)
+        return page_json(page, map(stored_json, page.items))
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then by ``sequence_id``.

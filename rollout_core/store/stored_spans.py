@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS, SET_FIELDS_SET, SET_PRIVATE, trusted
-from rollout_core.store.codec import decode
+from rollout_core.store.codec import decode, encode_stored
+from rollout_core.store.encoded_spans import with_body
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
+from rollout_core.store.types import PaginatedResult
 
 PartT = TypeVar("PartT", bound=BaseModel)
 
@@ -62,6 +64,18 @@ def copy_stored(span: Span) -> Span:
     SET_FIELDS(made, _fields_of(span).copy())
     SET_PRIVATE(made, body)
     return made
+
+
+def stored_json(span: Span) -> bytes:
+    """The JSON of a span that a store gave out, which is joined of its parts where nobody has looked into it."""
+    body = unread_body(span)
+    return encode_stored(span) if body is None else with_body(_fields_of(span), body)
+
+
+def page_json(page: PaginatedResult[Any], spans: Iterable[bytes]) -> bytes:
+    """The JSON of a page whose spans are ``spans``."""
+    tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
+    return b'{"items":[%b],%b}' % (b",".join(spans), tail)
 
 
 class _UnreadSpan(Span):

@@ -43,7 +43,7 @@ from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
 from rollout_core.store.sql.row_leases import LeaseBook
-from rollout_core.store.stored_spans import span_model
+from rollout_core.store.stored_spans import page_json, span_model
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -288,8 +288,7 @@ class SqlLightningStore(LightningStore):
 
     async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
         page = await self._span_page(SpansQuery(rollout_id, attempt_id, **query).checked(), span_json)
-        tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
-        return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
+        return page_json(page, page.items)
 
     async def _span_page(
         self, query: SpansQuery, model: Callable[[str, Sequence[Any]], Result]
