@@ -20,9 +20,9 @@ from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction
 from tasks.generate import Help, help_inference
 from tasks.runtime import artifacts, connections, events
+from tasks.runtime.endpoint_costs import judged_so_far
 from tasks.runtime.generation import generate
 from tasks.runtime.journal import Journal, current_journal, stage_logger
-from tasks.runtime.judge_costs import judged_so_far
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage, stage
 

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from rollout_core.config.base import DatasetSource, Settings
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
+from rollout_core.config.templates import JinjaTemplate
 
 PLAIN_METRICS = ("mean", "accuracy")
 METRICS_OF_SAMPLES = ("pass", "avg", "maj")
 _METRIC = re.compile(rf"({'|'.join(METRICS_OF_SAMPLES)})@([1-9]\d{{0,5}})")
-
-
-def _is_template(text: str) -> str:
-    import jinja2
-
-    try:
-        jinja2.Environment().parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"is no Jinja template: {error.message} (line {error.lineno})") from None
-    return text
-
-
-JinjaTemplate = Annotated[str, Field(min_length=1), AfterValidator(_is_template)]
-"""A template whose variables are the row's keys, such as ``Question: {{ question }}``."""
 
 
 class FewShot(Settings):

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from rollout_core.base.determinism import default_threads, numerics_identity, probe_device, usable_cores
 from rollout_core.config.base import Address, Settings
+from rollout_core.config.described import Described
 
 
 def _as_text(value: Any) -> Any:
@@ -309,7 +310,21 @@ EndpointAddress = Annotated[str, AfterValidator(_endpoint_address)]
 """URL of an API up to and with its version, such as ``http://127.0.0.1:8000/v1``."""
 
 
-class OpenAIBackend(Settings):
+class TokenPrices(Described):
+    """What an endpoint asks for its answers."""
+
+    prompt_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of a million tokens of prompts."""
+    answer_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of a million tokens of answers."""
+
+    def price_of(self, prompt_tokens: int, answer_tokens: int) -> float:
+        """Money for so many tokens; what has no price costs nothing."""
+        prompt, answer = (self.prompt_price or 0.0) * prompt_tokens, (self.answer_price or 0.0) * answer_tokens
+        return (prompt + answer) / 1e6
+
+
+class OpenAIBackend(Settings, TokenPrices):
     """An endpoint with OpenAI's API, such as one of ``vllm serve``. Its answers are taken for those of the configured
     model, whose tokenizer is used; that it serves this model is for its operator to see to."""
 
@@ -343,6 +358,11 @@ class OpenAIBackend(Settings):
     Where the endpoint asks for a longer wait (Retry-After), that counts."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens; default: the model's own limit."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.served_model} at {self.url}" if self.served_model else self.url
 
     def cache_identity(self) -> Any:
         return {

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from rollout_core.config.inference import EndpointAddress
-from rollout_core.config.verifiers import RewardSettings
+from rollout_core.config.inference import EndpointAddress, TokenPrices
+from rollout_core.config.reward_settings import RewardSettings
+from rollout_core.config.templates import JinjaTemplate, required_variables, variables_of
 
 GIVEN_NAMES = ("prompt", "completion", "completions", "reference", "rubric", "lowest", "highest", "row")
 """That every template knows, besides the keys of the prompt's row."""
 
 
-def _is_a_template(text: str) -> str:
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    try:
-        ImmutableSandboxedEnvironment().parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno} is no Jinja template: {error.message}") from None
-    return text
+_OWN_KEYS = ("model", "messages", "system", "stream", "n", "max_tokens")
+"""Of a request's body, which the judge's other settings, and the question, decide."""
 
 
-Template = Annotated[str, Field(min_length=1), AfterValidator(_is_a_template)]
-"""A Jinja template, rendered in Jinja's sandbox."""
-
-
-class JudgeEndpoint(RewardSettings):
+class JudgeEndpoint(RewardSettings, TokenPrices):
     """A model that judges, at an endpoint. Its answers count as those of ``model`` in ``revision``, at this address."""
 
     url: EndpointAddress
@@ -44,17 +34,19 @@ class JudgeEndpoint(RewardSettings):
     ``ROLLOUT_SECRETS`` must list it."""
     max_tokens: int = Field(default=512, ge=16)
     """Longest answer, in tokens; it is reserved of the budget for each question under way."""
-    temperature: float | None = Field(default=0.0, ge=0, le=2, allow_inf_nan=False)
-    """Of its sampling. A negative one is refused; leave it to the endpoint with ``send_temperature = false``."""
+    temperature: float = Field(default=0.0, ge=0, le=2, allow_inf_nan=False)
+    """Of its sampling."""
     send_temperature: bool = True
-    """Whether the temperature is sent; some models refuse any."""
+    """Whether the temperature is sent; some models refuse any, and then the endpoint's own counts."""
     guided: bool = True
     """Ask an ``openai`` endpoint for JSON of the answer's schema (``response_format``). Turn it off for one that does
     not know this."""
     body: dict[str, Any] = Field(default={})
-    """Further keys of each request's body. With ``max_completion_tokens`` among them ``max_tokens`` is not sent."""
+    """Further keys of each request's body. ``max_completion_tokens`` among them takes the place of ``max_tokens``, as
+    some models of OpenAI want it. Refused are keys that other settings, or the question, decide, such as ``model``."""
     max_concurrency: int = Field(default=16, ge=1)
-    """Most questions under way. They become fewer while the endpoint answers 429, and more again afterwards."""
+    """Most questions under way. They become fewer while the endpoint answers 429, and more again afterwards. Judges of
+    the same address, model and limits share them within a process."""
     requests_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Most requests a minute. Default: any number."""
     tokens_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -66,10 +58,17 @@ class JudgeEndpoint(RewardSettings):
     backoff_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Wait before the first further try; doubled for each one after, up to a minute. Where the endpoint asks for a
     longer wait (Retry-After), that counts."""
-    prompt_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Of a million tokens of questions."""
-    answer_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Of a million tokens of answers."""
+
+    @model_validator(mode="after")
+    def _body_leaves_the_rest_alone(self) -> JudgeEndpoint:
+        if decided := [key for key in _OWN_KEYS if key in self.body]:
+            raise ValueError(f"body.{decided[0]} is not for body: the judge's other settings or the question decide it")
+        longest = self.body.get("max_completion_tokens", self.max_tokens)
+        if type(longest) is not int or longest < 16:
+            raise ValueError(f"body.max_completion_tokens is {longest!r}; expected a number of tokens, at least 16")
+        if "max_completion_tokens" in self.body and self.api == "anthropic":
+            raise ValueError("body.max_completion_tokens is a key of OpenAI's; set max_tokens of the judge")
+        return self
 
     @property
     def name(self) -> str:
@@ -79,12 +78,7 @@ class JudgeEndpoint(RewardSettings):
     @property
     def longest_answer(self) -> int:
         """Tokens that an answer may have."""
-        return max(int(self.body.get("max_completion_tokens") or 0), self.max_tokens)
-
-    def price_of(self, prompt_tokens: int, answer_tokens: int) -> float:
-        """Money for so many tokens; what has no price costs nothing."""
-        prompt, answer = (self.prompt_price or 0.0) * prompt_tokens, (self.answer_price or 0.0) * answer_tokens
-        return (prompt + answer) / 1e6
+        return self.body.get("max_completion_tokens", self.max_tokens)
 
     def cache_identity(self) -> Any:
         """What decides an answer; keys, limits and prices do not."""
@@ -124,8 +118,8 @@ class JudgeScale(RewardSettings):
 
 
 class JudgeBudget(RewardSettings):
-    """The most that judging may take in a run. What a question could take is reserved before it is asked; the run stops
-    before one that could take more than is left, and continues where it was with a larger budget."""
+    """The most that the judges of a reward may take in a run. What a question could take is reserved before it is
+    asked; the run stops before one that could take more than is left, and continues with a larger budget."""
 
     tokens: int | None = Field(default=None, ge=1)
     """Of questions and answers together."""
@@ -140,7 +134,9 @@ class JudgeBudget(RewardSettings):
 
 
 class JudgeReward(RewardSettings):
-    """What models at endpoints say of a completion, by a rubric; every answer is kept, and no question asked twice."""
+    """What models at endpoints say of a completion, by a rubric; no question is asked again whose answer is kept."""
+
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"when_down", "when_unusable"})
 
     kind: Literal["judge"] = "judge"
     judges: tuple[JudgeEndpoint, ...] = Field(min_length=1)
@@ -151,10 +147,10 @@ class JudgeReward(RewardSettings):
     number relative to the others."""
     rubric: str = Field(default="How correct, complete and helpful is it?", min_length=1)
     """What is judged, and by what."""
-    template: Template | None = None
+    template: JinjaTemplate | None = None
     """The question in Jinja, in place of the built-in one: with ``prompt``, ``completion`` (``completions`` in a
-    ranking), ``reference``, ``rubric``, ``lowest``, ``highest``, ``row`` and the keys of the prompt's row. How to
-    answer is said in another message."""
+    ranking, and in a pair), ``reference``, ``rubric``, ``lowest``, ``highest``, ``row`` and the keys of the prompt's
+    row, which every row has to have, except ``{{ key | default('') }}``. How to answer is said in another message."""
     reference_key: str | None = Field(default=None, min_length=1)
     """Key of the prompt's row with a reference answer. Default: none is shown; ``pairwise`` needs one."""
     scale: JudgeScale = JudgeScale()
@@ -165,10 +161,11 @@ class JudgeReward(RewardSettings):
     """Ask ``pairwise`` and ``ranking`` in both orders and take the mean, for judges prefer what they read first."""
     when_down: Literal["wait", "fail", "abstain"] = "wait"
     """Where an endpoint gives no answer after all tries: try on until it does; fail, so that the run can be continued;
-    or leave the completion without a score. It is never a reward of 0."""
+    or leave the completion without a score, and the others, too, once as many questions in a row as may be under way
+    (and at least 8) got no answer. It is never a reward of 0."""
     when_unusable: Literal["abstain", "fail"] = "abstain"
-    """Where an endpoint refuses a question, or its answer does not fit the schema after one question for repair: leave
-    the completion without a score, or fail."""
+    """Where an endpoint refuses a question and answers others, or its answer does not fit the schema after one question
+    for repair: leave the completion without a score, or fail."""
     budget: JudgeBudget | None = None
     """Most tokens and money."""
 
@@ -178,29 +175,32 @@ class JudgeReward(RewardSettings):
             raise ValueError('mode = "pairwise" compares with a reference answer; name its key as reference_key')
         if len({judge.model_dump_json() for judge in self.judges}) < len(self.judges):
             raise ValueError("a judge is there twice; it would give the same answer again")
+        self._check_template()
         if self.budget is not None and self.budget.money is not None:
             free = [each.name for each in self.judges if each.prompt_price is None or each.answer_price is None]
             if free:
                 raise ValueError(f"budget.money needs prompt_price and answer_price of each judge; {free[0]} lacks one")
         return self
 
+    def _check_template(self) -> None:
+        if self.template is None:
+            return
+        # In a pair that is asked about in both orders, ``completion`` is the reference answer at the second time.
+        all_are_shown = self.mode == "ranking" or (self.mode == "pairwise" and self.swap_order)
+        names = ("completions",) if all_are_shown else ("completion", "completions")
+        if variables_of(self.template).isdisjoint(names):
+            wanted = " or ".join(f"{{{{ {name} }}}}" for name in names)
+            raise ValueError(f"the template does not show what mode = {self.mode!r} judges; expected {wanted} in it")
+
     @property
     def row_keys(self) -> tuple[str, ...]:
-        return () if self.reference_key is None else (self.reference_key,)
-
-    @property
-    def template_keys(self) -> tuple[str, ...]:
-        """Keys of a row that the template names."""
-        if self.template is None:
-            return ()
-        from jinja2.meta import find_undeclared_variables
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        names = find_undeclared_variables(ImmutableSandboxedEnvironment().parse(self.template))
-        return tuple(sorted(names - {*GIVEN_NAMES}))
+        reference = () if self.reference_key is None else (self.reference_key,)
+        named = frozenset() if self.template is None else required_variables(self.template)
+        return tuple(dict.fromkeys((*reference, *sorted(named - {*GIVEN_NAMES}))))
 
     def cache_identity(self) -> Any:
-        """What decides scores: not what judging may cost, and not what happens while an endpoint is down."""
+        """What decides scores, and which completions have one; not what judging may cost."""
+        fates = {name: getattr(self, name) for name in sorted(self.identity_without_default)}
         return {
             "kind": self.kind,
             "judges": [judge.cache_identity() for judge in self.judges],
@@ -211,4 +211,5 @@ class JudgeReward(RewardSettings):
             "scale": self.scale.model_dump(mode="json"),
             "vote": self.vote,
             "swap_order": self.swap_order and self.mode != "score",
+            **{name: fate for name, fate in fates.items() if fate != type(self).model_fields[name].default},
         }

@@ -21,7 +21,8 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
 from rollout_core.config.judges import JudgeReward
-from rollout_core.config.verifiers import CodeReward, RewardSettings, Verified
+from rollout_core.config.reward_settings import RewardSettings
+from rollout_core.config.verifiers import CodeReward, Verified
 
 MAX_LENGTH = 2_000
 """Characters of an expression."""

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rollout_core.base.settings import refuse_credentials
-from rollout_core.config.described import Described
+from rollout_core.config.reward_settings import RewardSettings
 
 
 def _compiles(pattern: str) -> str:
@@ -28,22 +28,6 @@ def _compiles(pattern: str) -> str:
 
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
 """A regular expression, as the package ``regex`` reads it."""
-
-
-class RewardSettings(Described):
-    """What the descriptions of all rewards share."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @property
-    def row_keys(self) -> tuple[str, ...]:
-        """Keys that every prompt's row has to have."""
-        return ()
-
-    @property
-    def reads_answers(self) -> bool:
-        """Whether an answer is read from a completion, in a form in which equal answers can be counted."""
-        return False
 
 
 class Extraction(RewardSettings):

@@ -37,6 +37,8 @@ from rollout_core.store.types import RolloutMode
 
 STALE_AFTER_SECONDS = 300.0
 """The attempts of a worker silent for longer may be taken over by another."""
+_USAGE = b'"usage":['
+"""In the line of a completion that has its usage."""
 COMMITS_AT_ONCE = 2
 """Commits under way while the engine generates; beyond that, samples wait in memory."""
 
@@ -62,6 +64,21 @@ class Progress:
 
 
 @dataclass
+class Usage:
+    """What answers of an endpoint took."""
+
+    answers: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+    def add(self, usage: Sequence[int]) -> None:
+        """Count an answer in, by the `usage` of its completion."""
+        self.answers += 1
+        self.prompt_tokens += usage[0]
+        self.answer_tokens += usage[1]
+
+
+@dataclass
 class Work:
     """What this run generated itself and the store took, for people: it differs from run to run."""
 
@@ -71,13 +88,19 @@ class Work:
     """Seconds from the engine's taking a request to its outcome."""
     waited_seconds: float = 0.0
     """Until the engine was ready, before anything could be generated: its start, other weights, its turn."""
+    usage: Usage = field(default_factory=Usage)
+    """Of all the set's answers by an endpoint, also those that were there before."""
 
     def add(self, drawn: Drawn) -> None:
         """Count an outcome in, if it is an engine's."""
-        if drawn.latency is not None:
-            self.samples += 1
-            self.latencies.append(drawn.latency)
-            self.tokens += 0 if isinstance(drawn.outcome, Failure) else len(drawn.outcome.token_ids)
+        if drawn.latency is None:
+            return
+        self.samples += 1
+        self.latencies.append(drawn.latency)
+        if not isinstance(drawn.outcome, Failure):
+            self.tokens += len(drawn.outcome.token_ids)
+            if drawn.outcome.usage is not None:
+                self.usage.add(drawn.outcome.usage)
 
 
 class Drawn(NamedTuple):
@@ -282,6 +305,9 @@ class _BatchRun:
         )
 
     def _note(self, standing: ShardStatus) -> None:
+        for sample, line in standing.done.items():
+            if sample not in self._lines and _USAGE in line and (usage := orjson.loads(line).get("usage")) is not None:
+                self.work.usage.add(usage)
         self._lines.update(standing.done)
         self._ended.update(standing.ended)
         self._failed |= standing.failed

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -36,10 +37,16 @@ MAX_ERROR_BYTES = 64 * 2**10
 """Of an answer that only says what is wrong; what is beyond is not read."""
 MAX_TOLD = 300
 """Characters of what an endpoint says that are passed on."""
+MOST_COUNTED = 10**9
+"""Tokens; an endpoint that counts more miscounts."""
+UNPAID = 402
 THROTTLED = 429
 PASSING_STATUSES = frozenset({408, 425, THROTTLED})
 """Besides 5xx."""
+_GATEWAY_GAVE_UP = frozenset({504, 524})
+"""Of gateways whose patience ended: the endpoint behind them may work on, and be paid for it."""
 _CONNECT_SECONDS = 10.0
+_T = TypeVar("_T")
 
 
 class Passing(Exception):
@@ -48,6 +55,14 @@ class Passing(Exception):
 
 class Refused(Exception):
     """The endpoint refuses this request, and would again."""
+
+
+class Unpaid(Refused):
+    """The endpoint wants to be paid before it answers anybody."""
+
+
+class NotServed(ConfigError):
+    """The endpoint has nothing at this path."""
 
 
 class Malformed(Exception):
@@ -77,6 +92,19 @@ def environment_proxy(address: str) -> str | None:
             f"{target.scheme.upper()}_PROXY or ALL_PROXY, or the endpoint's host in NO_PROXY"
         )
     return parts.geturl()
+
+
+class Meter(Protocol):
+    """Counts what the tries of a request may cost. After an answer, or an error other than Passing, a try that began is
+    the caller's to end."""
+
+    async def begin(self) -> None:
+        """A try is about to be sent. May wait until there is room for it, or raise."""
+        ...
+
+    def end(self, *, lost: bool) -> None:
+        """The try came to no answer; where it was ``lost`` on the way, the endpoint may have worked on it."""
+        ...
 
 
 class EndpointSettings(Protocol):
@@ -124,8 +152,6 @@ class Endpoint:
         self._session: aiohttp.ClientSession | None = None
         # Its own source of chance: the global one belongs to training, which must repeat to the last bit.
         self._chance = random.Random()
-        self._resume_at = 0.0
-        """Monotonic seconds until which the endpoint has asked to be left alone."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -164,9 +190,7 @@ class Endpoint:
         try:
             return [model for model in listed["data"] if isinstance(model["id"], str)]
         except (LookupError, TypeError):
-            raise ConfigError(
-                f"{self._config.url}/models lists no models; is {self._table}.url an OpenAI API?"
-            ) from None
+            raise NotServed(f"{self._config.url}/models lists no models; is {self._table}.url an OpenAI API?") from None
 
     async def post(
         self,
@@ -175,18 +199,16 @@ class Endpoint:
         max_bytes: int,
         *,
         tokens: int = 0,
-        lost: Callable[[], Awaitable[None]] | None = None,
+        meter: Meter | None = None,
     ) -> Mapping[str, Any]:
-        """The JSON answer to ``body``, of at most ``max_bytes``.
-
-        ``tokens`` are what it may take of a limit by the minute. ``lost`` is awaited after a try whose answer was lost,
-        which the endpoint may have worked on all the same.
+        """The JSON answer to ``body``, of at most ``max_bytes``. ``tokens`` are what it may take of a limit by the
+        minute.
 
         Raises Passing when no try succeeded, Refused when the endpoint refuses the request, Malformed for an answer
         that is longer or compressed, ConfigError when the endpoint would refuse every request (key, address, name of
         the model).
         """
-        return await self._request("POST", path, orjson.dumps(body), max_bytes, tokens, lost)
+        return await self._request("POST", path, orjson.dumps(body), max_bytes, tokens, meter)
 
     async def _request(
         self,
@@ -195,14 +217,15 @@ class Endpoint:
         content: bytes | None,
         max_bytes: int,
         tokens: int = 0,
-        lost: Callable[[], Awaitable[None]] | None = None,
+        meter: Meter | None = None,
     ) -> Mapping[str, Any]:
         retries = self._config.max_retries
         for attempt in range(retries + 1):
             asked_to_wait, is_lost = 0.0, True
             try:
                 async with self._pace.turn(tokens):
-                    await self._wait_until_welcome()
+                    if meter is not None:
+                        await meter.begin()
                     response, read = await self._answer(method, path, content, max_bytes)
                 if _is_success(response):
                     self._pace.answered()
@@ -211,11 +234,12 @@ class Endpoint:
                         return answer
                     problem = "the answer is no JSON object"
                 else:
-                    is_lost = False
+                    is_lost = response.status in _GATEWAY_GAVE_UP
                     if response.status == THROTTLED:
                         self._pace.throttled()
                     self._refuse(response, read)
                     asked_to_wait = retry_after(response)
+                    self._pace.rest(asked_to_wait)
                     problem = f"HTTP {response.status}: {self._message(read)}"
             except orjson.JSONDecodeError:
                 problem = "the answer is no JSON"
@@ -228,8 +252,8 @@ class Endpoint:
             except (aiohttp.ClientError, OSError) as error:
                 is_lost = not isinstance(error, aiohttp.ClientConnectorError)
                 problem = self.fit_to_show(f"{type(error).__name__}: {error}").rstrip(": ")
-            if is_lost and lost is not None:
-                await lost()
+            if meter is not None:
+                meter.end(lost=is_lost)
             if attempt < retries:
                 await self._back_off(attempt, asked_to_wait)
         raise Passing(f"{self._config.url}: {problem} (after {retries + 1} tries)")
@@ -268,11 +292,12 @@ class Endpoint:
             remedy = f"is secret {named!r} its key?" if named else f"name its key as {self._table}.api_key"
             raise ConfigError(f"{url} refuses access (HTTP {status}: {message}); {remedy}")
         if status in (404, 405) or status < 400:
-            raise ConfigError(
+            raise NotServed(
                 f"{url} does not serve this (HTTP {status}: {message}); look at {self._table}.url, {self._table}.api "
                 f"and {self._names}"
             )
-        raise Refused(f"the endpoint refuses it (HTTP {status}): {message}")
+        kind = Unpaid if status == UNPAID else Refused
+        raise kind(f"the endpoint refuses it (HTTP {status}): {message}")
 
     def _message(self, body: bytes) -> str:
         """What an answer says of the error."""
@@ -285,16 +310,30 @@ class Endpoint:
         return self.fit_to_show(text)
 
     async def _back_off(self, attempt: int, asked_to_wait: float) -> None:
-        if asked_to_wait:
-            # It speaks for all requests, so the others need not find out one by one.
-            self._resume_at = max(self._resume_at, time.monotonic() + asked_to_wait)
         seconds = min(MAX_BACKOFF_SECONDS, self._config.backoff_seconds * 2**attempt)
         await asyncio.sleep(max(seconds * self._chance.uniform(0.5, 1.0), asked_to_wait))
 
-    async def _wait_until_welcome(self) -> None:
-        while (seconds := self._resume_at - time.monotonic()) > 0:
-            # Not all in the same moment.
-            await asyncio.sleep(seconds * self._chance.uniform(1.0, 1.1))
+
+def look_once(make: Callable[[], Endpoint], look: Callable[[Endpoint], Coroutine[Any, Any, _T]]) -> _T:
+    """What ``look`` finds at an endpoint that is made for it, in a thread of its own: the caller's may have a loop that
+    runs."""
+
+    async def opened() -> _T:
+        endpoint = make()
+        try:
+            return await look(endpoint)
+        finally:
+            await endpoint.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, opened()).result()
+
+
+def counted_tokens(answer: Mapping[str, Any], name: str) -> int | None:
+    """A number of tokens in the ``usage`` of an answer; None where there is none, or it can be none."""
+    usage = answer.get("usage")
+    count = usage.get(name) if isinstance(usage, Mapping) else None
+    return count if type(count) is int and 0 <= count <= MOST_COUNTED else None
 
 
 def _is_success(response: aiohttp.ClientResponse) -> bool:

@@ -3,7 +3,7 @@
 They run on an event loop in a thread of their own. What else is in the endpoint's batches is not ours to know, so its
 answers are not repeatable to the last bit, and every sample is committed as it comes. An endpoint that is gone does not
 turn the rest of a run into failures: once as many samples in a row as may be under way (and at least 8) got no answer,
-the stream ends with Recoverable.
+the stream ends with Recoverable, or its requests are not sent any more (`EndpointStream.gives_up`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,29 @@ class EndpointStream(GathersStream):
 
     batch_invariant = False
     gives_up = True
-    """Whether the stream ends where nothing is answered any more."""
+    """Whether the stream ends where nothing is answered any more. Else `ask` is to look at ``is_gone``."""
     finishes_on: tuple[type[BaseException], ...] = ()
     """Errors of a request after which the others that are under way are waited for, before the stream raises them."""
 
     def __init__(self, endpoint: Endpoint, max_concurrency: int) -> None:
         self._endpoint, self._most = endpoint, max_concurrency
+        self._silent = 0
+        """Samples in a row that got no answer."""
         self._done = queue.SimpleQueue[Future[_Asked] | None]()
         """Of the stream under way."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-endpoint", daemon=True)
         self._thread.start()
+
+    @property
+    def patience(self) -> int:
+        """So many samples without an answer in a row are no fault of theirs."""
+        return max(LONE_FAILURES, self._most)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is answered any more."""
+        return self._silent >= self.patience
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run it on the stream's own loop."""
@@ -66,7 +78,7 @@ class EndpointStream(GathersStream):
         error: BaseException | None = None
         self._done = done = queue.SimpleQueue[Future[_Asked] | None]()
         in_flight: set[Future[_Asked]] = set()
-        exhausted, silent = False, 0
+        exhausted, self._silent = False, 0
         try:
             while True:
                 paused = False
@@ -94,10 +106,11 @@ class EndpointStream(GathersStream):
                 except self.finishes_on as raised:
                     error, exhausted = error or raised, True
                     continue
-                silent = 0 if asked.answered else silent + 1
-                is_gone = self.gives_up and silent >= max(LONE_FAILURES, self._most)
-                if is_gone and isinstance(asked.outcome, Failure):
-                    raise Recoverable(f"{silent} samples in a row got no answer, the last: {asked.outcome.reason}")
+                self._silent = 0 if asked.answered else self._silent + 1
+                if self.gives_up and self.is_gone and isinstance(asked.outcome, Failure):
+                    raise Recoverable(
+                        f"{self._silent} samples in a row got no answer, the last: {asked.outcome.reason}"
+                    )
                 yield asked.outcome
         finally:
             for future in in_flight:
@@ -125,9 +138,18 @@ class EndpointStream(GathersStream):
         return Failure(request.key, self._endpoint.fit_to_show(reason), passing)
 
     def close(self) -> None:
+        self.run(_cancel_others())  # to the end: other engines share their turns, and budgets what they reserve
         self.run(self._endpoint.close())
         # The threads in which answers were tokenised; they would outlive the loop.
         self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """End all other tasks of the loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

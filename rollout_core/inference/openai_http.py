@@ -6,16 +6,24 @@ An answer that is malformed fails its own sample, to be asked for again by the n
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import OpenAIBackend
 from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.backend import ModelRef, Request
-from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
+from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused, Unpaid, look_once
 from rollout_core.inference.endpoint_stream import EndpointStream
-from rollout_core.inference.openai_wire import OtherDialect, body_of, longest_answer, no_vllm, outcome_of, path_of
+from rollout_core.inference.openai_wire import (
+    OtherDialect,
+    body_of,
+    longest_answer,
+    no_vllm,
+    outcome_of,
+    path_of,
+    usage_of,
+)
+from rollout_core.inference.pace import shared_pace
 from rollout_core.models.facts import known_ids, vocab_size
 from rollout_core.models.pretrained import load_tokenizer
 
@@ -31,7 +39,8 @@ class OpenAIEngine(EndpointStream):
         self._understood = False
         """It has answered in the configured dialect, so it is no fault of the configuration where it does not."""
         self.update_weights(model)
-        super().__init__(Endpoint(config), config.max_concurrency)
+        pace = shared_pace(config.url, config.served_model or "", config.max_concurrency)
+        super().__init__(Endpoint(config, pace=pace), config.max_concurrency)
         try:
             self._served, self._limit = self.run(_look_up(self._endpoint, config))
         except BaseException:
@@ -52,7 +61,7 @@ class OpenAIEngine(EndpointStream):
         body = body_of(config, self._served, tokenizer, request)
         try:
             answer = await self._endpoint.post(path_of(config), body, longest_answer(request))
-        except Passing as error:
+        except (Passing, Unpaid) as error:
             return Failure(request.key, str(error), passing=True)
         except Refused as error:
             return Failure(request.key, str(error))
@@ -63,7 +72,9 @@ class OpenAIEngine(EndpointStream):
             if not self._understood:
                 raise no_vllm(config) from None
             raise Malformed("it lacks token ids or log-probabilities") from None
-        self._understood = self._understood or isinstance(outcome, Completion)
+        if isinstance(outcome, Completion):
+            self._understood = True
+            outcome.usage = usage_of(request, answer, outcome)
         return outcome
 
     def update_weights(self, model: ModelRef) -> None:
@@ -97,15 +108,5 @@ def try_endpoint(config: OpenAIBackend) -> None:
 
     Raises ConfigError where it never will, Recoverable where it does not answer now.
     """
-
-    async def look() -> None:
-        once = config.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
-        endpoint = Endpoint(once)
-        try:
-            await _look_up(endpoint, once)
-        finally:
-            await endpoint.close()
-
-    # In a thread of its own, as the caller's may have a loop that runs.
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(asyncio.run, look()).result()
+    once = config.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
+    look_once(lambda: Endpoint(once), lambda endpoint: _look_up(endpoint, once))

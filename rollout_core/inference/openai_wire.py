@@ -16,7 +16,7 @@ from rollout_core.config import JsonSchemaOutput, OpenAIBackend
 from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_as_streamed, decode_completions, text_tokens
 from rollout_core.inference.backend import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
-from rollout_core.inference.endpoint import Malformed
+from rollout_core.inference.endpoint import Malformed, counted_tokens
 from rollout_core.models.messages import openai_messages
 
 _IMPOSSIBLE = -9999.0
@@ -231,6 +231,16 @@ def _completion_length(config: OpenAIBackend, answer: Mapping[str, Any], choice:
     if length is not None and (type(length) is not int or length < 0):
         raise Malformed("usage.completion_tokens is no number of tokens")
     return length
+
+
+def usage_of(request: Request, answer: Mapping[str, Any], completion: Completion) -> tuple[int, int]:
+    """Tokens of prompt and completion as the endpoint counts them, which may be more than come back; where it counts
+    none, our own."""
+    prompt, given = (counted_tokens(answer, name) for name in ("prompt_tokens", "completion_tokens"))
+    return (
+        len(request.prompt_token_ids) if prompt is None else prompt,
+        len(completion.token_ids) if given is None else given,
+    )
 
 
 def _token_ids(value: Any) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import num_gpus
-from rollout_core.base.errors import ConfigError, Recoverable, near
+from rollout_core.base.errors import ConfigError, near
 from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
@@ -52,7 +52,7 @@ from rollout_core.models.facts import (
     is_known_trainable,
     remember_trainable,
 )
-from rollout_core.models.locating import Unchecked, describe, mark_of_source
+from rollout_core.models.locating import describe, mark_of_source
 from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.memory_and_disk import (
     Left,
@@ -415,21 +415,17 @@ class LearnerPlan(Plan):
             )
 
     def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
-        """Every row has what rewards compare with, and some the keys that a function takes."""
+        """Every row has what rewards read of it, and some the keys that a function takes."""
         kinds = {key: part.kind for part in plain_rewards(spec) for key in part.row_keys}
         for key, kind in kinds.items():
-            missing = [number for number, row in enumerate(rows or (), start=1) if key not in row.extras]
+            missing = [(number, row) for number, row in enumerate(rows or (), start=1) if key not in row.extras]
             if missing:
+                (number, row), *others = missing
+                more = f" (and {len(others)} more rows)" if others else ""
                 self.violations.append(
-                    f"{what}: row {missing[0]} has no {key!r}, which the {kind} reward compares with"
-                    + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
+                    f"{what}: row {number} has no {key!r}, which the {kind} reward reads{more}; {near(key, row.extras)}"
                 )
         found = {key for row in rows or () for key in row.extras}
-        named = {key for part in plain_rewards(spec) if isinstance(part, JudgeReward) for key in part.template_keys}
-        self.violations += [
-            f"{what}: no row has {key!r}, which the template of the judge reward names; {near(key, found)}"
-            for key in sorted(named - found if rows else ())
-        ]
         for name in [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]:
             required = self._forms[name].required if rows and name in self._forms else ()
             self.violations += [
@@ -442,10 +438,7 @@ class LearnerPlan(Plan):
 def _try_judge(judge: JudgeEndpoint) -> None:
     from rollout_core.rewards.judges.engine import try_judge
 
-    try:
-        try_judge(judge)
-    except Recoverable as error:
-        raise Unchecked(str(error)) from error
+    try_judge(judge)
 
 
 def _plan_of(run: RunInfo, base: Path, connections: Connections | None, *, keep: bool) -> LearnerPlan:

@@ -14,7 +14,7 @@ from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import run_async
-from rollout_core.config import BackendConfig, SamplingParams, WorkersConfig
+from rollout_core.config import BackendConfig, OpenAIBackend, SamplingParams, WorkersConfig
 from rollout_core.data.samples import Sample
 from rollout_core.inference import engines
 from rollout_core.inference.backend import ModelRef, generator_id
@@ -30,7 +30,7 @@ from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.arguments import Arguments
-from tasks.runtime.journal import Speed, stage_logger
+from tasks.runtime.journal import Speed, current_journal, stage_logger
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage
 
@@ -51,6 +51,7 @@ class Generation:
     """
 
     def __init__(self, model: ModelRef, backend: BackendConfig, workers: WorkersConfig | None, **options: Any) -> None:
+        self._backend = backend
         self._engine = EngineOf(backend, model, stage_logger().info)
         self._count = events.SampleCount(current_stage().name)
         self.is_exclusive = connections.storage_is_local() and (workers is None or workers.dask is None)
@@ -70,6 +71,9 @@ class Generation:
         """What ``job`` comes to, which completes samples, such as `complete_batch`; ``note`` hears how far it is."""
         record, work = self._run(job, inputs, note, more)
         self._count.end(work.samples, work.tokens)
+        journal = current_journal()
+        if journal is not None and isinstance(self._backend, OpenAIBackend) and work.usage.answers:
+            journal.asked.append((self._backend, work.usage))
         return record, work
 
     def assist(

@@ -18,6 +18,8 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from rollout_core.base.ids import ContentId
+from rollout_core.config import OpenAIBackend
+from rollout_core.inference.batch import Usage
 from rollout_core.objects.records import EvalReport, Record, Scores
 from rollout_core.rewards.judges.spending import RunSpending
 
@@ -157,6 +159,9 @@ class Journal:
     """What scorings filed of judges (`Scores.judged`), also cached ones."""
     judging: RunSpending | None = None
     """What judges took, once somebody asked (`judged_so_far`)."""
+
+    asked: list[tuple[OpenAIBackend, Usage]] = field(default_factory=list)
+    """Of each stage that was computed and had samples completed by an endpoint, what that took."""
 
     @property
     def has_judges(self) -> bool:

@@ -37,8 +37,8 @@ from rollout_core.runs.run_records import (
 )
 from rollout_core.runs.run_samples import own_evaluations
 from tasks.runtime.connections import objects
+from tasks.runtime.endpoint_costs import endpoint_facts
 from tasks.runtime.journal import Journal, StageEntry, stage_logger
-from tasks.runtime.judge_costs import judge_facts
 from tasks.runtime.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about
 
 LEAST_SECONDS, MOST_SECONDS = 5.0, 60.0
@@ -172,13 +172,6 @@ class Recorder:
             metrics=(*(before.metrics if before else ()), *_metrics(self._entries())),
         )
 
-    def _judges(self) -> dict[str, str]:
-        """What judges took. What cannot be read now is in a later record."""
-        asked = [journal for journal in list(self._summary.journals) if journal.has_judges]
-        with suppress(NotFound, OSError):
-            return judge_facts(asked) if asked else {}
-        return {}
-
     def _detail(self) -> RunDetail:
         learning = next((j.learning for j in reversed(self._summary.journals) if j.learning is not None), None)
         calls = [_call(entry) for entry in self._entries()[-MOST_CALLS:]]
@@ -187,7 +180,7 @@ class Recorder:
         calls = [*(call for call in earlier if (call.stage, call.label) not in again), *calls]
         return RunDetail(
             config=self._config.model_dump(mode="json", exclude_none=True),
-            facts=dict(self._summary.outcome.facts) | self._judges(),
+            facts=dict(self._summary.outcome.facts) | endpoint_facts(list(self._summary.journals)),
             calls=tuple(calls[-MOST_CALLS:]),
             live=None
             if learning is None

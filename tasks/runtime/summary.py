@@ -17,14 +17,13 @@ from typing import Literal
 from prefect.runtime import flow_run
 
 from rollout_core.base.determinism import num_gpus
-from rollout_core.base.errors import RolloutError
 from rollout_core.base.settings import ui_address, without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from tasks.runtime.artifacts import Page
+from tasks.runtime.endpoint_costs import endpoint_facts
 from tasks.runtime.events import RunDone, RunStart, emit
 from tasks.runtime.journal import CACHED, CHECKED, Journal, Outcome, StageEntry
-from tasks.runtime.judge_costs import judge_facts
 
 KEY = "summary"
 MOST_STAGES = 500
@@ -99,15 +98,6 @@ class RunSummary:
         """What came of the run so far."""
         return (self.journals[-1].outcome if self.journals else None) or Outcome()
 
-    def _judges(self, state: str) -> dict[str, str]:
-        """What judges took, once the run has ended. What cannot be read then is not worth the page."""
-        try:
-            asked = [] if state == "running" else [journal for journal in self.journals if journal.has_judges]
-            facts = judge_facts(asked) if asked else {}
-        except (RolloutError, OSError):
-            return {}
-        return {name: plain(text) for name, text in facts.items()}
-
     def _markdown(self, state: str) -> str:
         seconds = time.monotonic() - self._started
         outcome = self.outcome
@@ -117,13 +107,13 @@ class RunSummary:
             **_rewards(outcome.held_out),
             **({} if outcome.promoted is None else {"promoted": _verdict(outcome)}),
             **{name: plain(value) for name, value in outcome.facts.items()},
-            **self._judges(state),
             "began": f"{self._begun:%Y-%m-%d %H:%M:%S} UTC",
             **({} if self._address is None else {"curves and samples": f"{self._address}/runs/{flow_run.id}"}),
         }
         if state == "running":
             return "\n".join(_points(facts))
         costs = Costs(self.journals, self._config)
+        facts |= {name: plain(value) for name, value in endpoint_facts(self.journals).items()}
         facts |= {
             "wall time": f"{timedelta(seconds=round(seconds))} ({seconds:.1f} s)",
             "stages": costs.counts,

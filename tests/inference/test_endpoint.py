@@ -44,6 +44,7 @@ from rollout_core.data.samples import Completion, Failure, decode_completions_bl
 from rollout_core.inference.backend import Request
 from rollout_core.inference.endpoint import environment_proxy
 from rollout_core.inference.openai_http import OpenAIEngine
+from rollout_core.inference.pace import shared_pace
 from tests.store.patience import LONG, wait_until
 from tests.store.ports import own_port
 
@@ -259,6 +260,15 @@ def test_the_endpoint_says_when_to_come_back_for_all_requests(server, engine_of,
     assert [seen.body["prompt"] for seen in others] == [request.prompt_token_ids for request in requests(tokenizer)]
 
 
+def test_what_an_endpoint_asked_for_holds_for_the_next_engine(server, engine_of, tokenizer):
+    server.mishaps.append(status(429, retry_after="1"))
+    outcomes(engine_of(max_concurrency=8, max_retries=0), requests(tokenizer)[:1])
+    [refused] = server.asked
+    engine_of(max_concurrency=8, max_retries=0)
+    assert server.seen[-1].moment - refused.moment >= 0.9 and len(server.seen) == 3
+    assert shared_pace(server.url, "", 8).window == 4
+
+
 def test_the_wait_grows_with_every_try(server, engine_of, tokenizer):
     server.mishaps.extend([status(503)] * 4)
     engine_of(max_concurrency=1, backoff_seconds=0.1, max_retries=4).generate(requests(tokenizer)[:1])
@@ -274,6 +284,12 @@ def test_a_refused_prompt_fails_for_good_and_alone(server, engine_of, tokenizer)
     assert found["r3"] == Failure("r3", "the endpoint refuses it (HTTP 400): too long by far and worse", passing=False)
     assert [isinstance(found[key], Completion) for key in ("r0", "r1", "r2", "r4")] == [True] * 4
     assert len(server.asked) == 5, "a refusal is not tried again"
+
+
+def test_an_endpoint_that_wants_to_be_paid_first_fails_a_sample_for_now(server, engine_of, tokenizer):
+    server.mishaps.append(status(402))
+    found = outcomes(engine_of(), requests(tokenizer)[:1])
+    assert found["r0"] == Failure("r0", "the endpoint refuses it (HTTP 402): status 402", passing=True)
 
 
 def test_one_sample_that_gets_no_answer_fails_for_now_and_alone(server, engine_of, tokenizer):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from rollout_core.inference.pace import LEAST_BETWEEN_CUTS, Pace
+import pytest
+
+from rollout_core.inference.pace import LEAST_BETWEEN_CUTS, Pace, shared_pace
 
 
 def test_no_more_are_under_way_than_the_window_has_and_cancelled_ones_take_no_place():
@@ -44,29 +48,96 @@ def test_answers_429_that_come_together_halve_the_window_once_and_answers_open_i
     assert pace.window == 8
 
 
+@pytest.mark.parametrize(("most", "rounds"), [(64, 6), (1_000, 9)])
+def test_a_halved_window_is_whole_after_few_rounds_of_answers_and_begins_gently(most: int, rounds: int):
+    pace, windows = Pace(most), []
+    pace.throttled()
+    while pace.window < most:
+        for _ in range(int(pace.window)):
+            pace.answered()
+        windows.append(pace.window)
+    assert len(windows) == rounds
+    assert [window - most / 2 for window in windows[:3]] == [1, 3, 7]
+
+
+def test_another_429_has_the_window_grow_gently_again(monkeypatch):
+    monkeypatch.setattr("rollout_core.inference.pace.LEAST_BETWEEN_CUTS", 0.0)
+    pace = Pace(64)
+    pace.throttled()
+    for _ in range(32 + 33 + 35):
+        pace.answered()
+    assert pace.window == 39
+    pace.throttled()
+    for _ in range(20):
+        pace.answered()
+    assert pace.window == 20.5
+
+
 def test_more_requests_go_out_once_the_window_opens():
     async def story() -> int:
-        pace = Pace(4)
-        pace.window, started, release = 1.0, 0, asyncio.Event()
+        pace, started, release, second = Pace(2), 0, asyncio.Event(), asyncio.Event()
+        pace.throttled()
 
         async def one() -> None:
             nonlocal started
             async with pace.turn(1):
                 started += 1
+                if started == 2:
+                    second.set()
                 await release.wait()
 
         tasks = [asyncio.create_task(one()) for _ in range(4)]
         await asyncio.sleep(0)
-        before = started
+        assert started == 1
         pace.answered()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        found = started - before
+        await second.wait()
+        found = started
         release.set()
         await asyncio.gather(*tasks)
         return found
 
-    assert asyncio.run(story()) == 1
+    assert asyncio.run(asyncio.wait_for(story(), 60)) == 2
+
+
+def test_engines_of_one_endpoint_share_its_pace_over_threads_and_after_their_end():
+    def engine(number: int) -> Pace:
+        return shared_pace("http://127.0.0.1:1/v1", "m", 3, 6_000.0)
+
+    pace = engine(0)
+    assert engine(1) is pace and shared_pace("http://127.0.0.1:1/v1", "other", 3, 6_000.0) is not pace
+    most = under_way = 0
+    lock = threading.Lock()
+
+    async def one() -> None:
+        nonlocal most, under_way
+        async with pace.turn(1):
+            with lock:
+                under_way += 1
+                most = max(most, under_way)
+            await asyncio.sleep(0.001)
+            with lock:
+                under_way -= 1
+
+    async def crowd() -> None:
+        await asyncio.gather(*(one() for _ in range(75)))
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(asyncio.run, crowd()) for _ in range(4)]:
+            future.result(timeout=60)
+    assert most == 3
+    assert time.monotonic() - began >= 1.9, "300 requests at 100 a second, of which 100 go out at once"
+
+
+def test_who_is_asked_to_rest_rests_with_all_the_others():
+    async def story() -> float:
+        pace, started = Pace(4), time.monotonic()
+        pace.rest(0.2)
+        pace.rest(0.05)  # takes nothing back
+        async with pace.turn(0):
+            return time.monotonic() - started
+
+    assert asyncio.run(story()) >= 0.2
 
 
 def test_requests_and_tokens_a_minute_are_kept():

@@ -300,7 +300,7 @@ def test_a_value_that_cannot_be_is_named_with_its_key(work: Path, kind: str, key
         ),
         (
             {"guards": [{"kind": "prompts", "prompts": {"path": "held-out.jsonl"}, "reward": SOLUTION}]},
-            "promotion.guards.0.prompts.path: row 1 has no 'solution', which the exact_match reward compares with",
+            "promotion.guards.0.prompts.path: row 1 has no 'solution', which the exact_match reward reads",
         ),
         ({"guards": [{"kind": "reward", "reward": SOLUTION}]}, "promotion.guards.0.reward: row 1 has no 'solution'"),
         (
@@ -777,7 +777,8 @@ def test_rows_without_the_answer_are_counted_in_one_line(work: Path):
     jsonl(work / "prompts.jsonl", *[{"prompt": "sort 1 =", "anwser": "1"}] * 3)
     message = refusal("train-ppo", work)
     assert message == (
-        "algorithm.prompts.path: row 1 has no 'answer', which the exact_match reward compares with (and 2 more rows)"
+        "algorithm.prompts.path: row 1 has no 'answer', which the exact_match reward reads (and 2 more rows); did "
+        "you mean 'anwser'?"
     )
 
 
@@ -786,20 +787,25 @@ def test_a_judge_is_looked_for_and_what_its_template_and_rows_lack_is_named(work
     with JudgeServer() as server:
         judge = {"url": server.url, "model": "wise"}
         reward: dict[str, Any] = {"kind": "judge", "judges": [judge], "template": "{{ subject }} {{ completion }}"}
-        plan("train-ppo", work, algorithm__reward=reward)
+        optional = reward | {"template": "{{ subject | default('') }} {{ completion }}"}
+        plan("train-ppo", work, algorithm__reward=optional)
         assert not server.bodies, "a plan asks no question"
-        assert refusal("train-ppo", work, algorithm__reward=reward | {"template": "{{ subjekt }}"}) == (
-            "algorithm.prompts.path: no row has 'subjekt', which the template of the judge reward names; did you mean "
-            "'subject'?"
+        wrong = reward | {"template": "{{ subjekt }} {{ completion }}"}
+        assert refusal("train-ppo", work, algorithm__reward=wrong) == (
+            "algorithm.prompts.path: row 1 has no 'subjekt', which the judge reward reads (and 1 more rows); did you "
+            "mean 'subject'?"
         )
-        assert refusal("train-ppo", work, algorithm__reward=reward | {"reference_key": "answer"}) == (
-            "algorithm.prompts.path: row 1 has no 'answer', which the judge reward compares with (and 1 more rows)"
+        wrong = reward | {"template": "{{ completion }}", "reference_key": "answer"}
+        assert refusal("train-ppo", work, algorithm__reward=wrong) == (
+            "algorithm.prompts.path: row 1 has no 'answer', which the judge reward reads (and 1 more rows); found: "
+            "subject"
         )
         keyed = {"kind": "judge", "judges": [judge | {"api_key": "JUDGE_KEY"}]}
         message = refusal("train-ppo", work, algorithm__reward=keyed)
         assert message.startswith("algorithm.reward.judges: secret 'JUDGE_KEY' is not among those allowed")
         reward = {"kind": "judge", "judges": [judge | {"model": "wisest"}]}
-        assert "serves no model 'wisest', but wise" in refusal("train-ppo", work, algorithm__reward=reward)
+        facts = plan("train-ppo", work, algorithm__reward=reward)
+        assert "serves 'wisest'; it lists wise" in json.dumps(facts), "gateways do not list all that they serve"
     reward = {"kind": "judge", "judges": [judge]}
     facts = plan("train-ppo", work, algorithm__reward=reward)
     assert "the judge does not answer" in json.dumps(facts), "it may by the time that the run needs it"

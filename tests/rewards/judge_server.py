@@ -26,12 +26,15 @@ TOKENS = 30, 20
 class JudgeServer:
     """Settings may be changed while it runs."""
 
-    models: list[str] = field(default_factory=lambda: ["wise"])
+    models: list[str] | None = field(default_factory=lambda: ["wise"])
+    """That it lists; None: it has no list."""
     key: str | None = None
     say: Callable[[dict[str, Any]], str] | None = None
     """Text of the answer to a body; default: an honest judge's."""
     mishaps: deque[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=deque)
     """Done in turn, one a question, in place of an answer."""
+    refuse: Callable[[dict[str, Any]], int | None] = lambda body: None
+    """HTTP status with which a body is refused, if it is."""
     is_down: bool = False
     slow_seconds: float = 0.0
     usage: dict[str, Any] | None = None
@@ -54,8 +57,10 @@ class JudgeServer:
         self._server.close()
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        if handler.command == "GET":
-            send(handler, 200, {"data": [{"id": name} for name in self.models]})
+        if handler.command == "GET" and self.models is None:
+            status(404)(handler)
+        elif handler.command == "GET":
+            send(handler, 200, {"data": [{"id": name} for name in self.models or ()]})
         else:
             self.judge(handler, body)
 
@@ -75,6 +80,9 @@ class JudgeServer:
             return
         if mishap is not None:
             mishap(handler)
+            return
+        if (code := self.refuse(body)) is not None:
+            status(code)(handler)
             return
         text = (self.say or honest)(body)
         if handler.path == "/v1/messages":

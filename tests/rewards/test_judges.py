@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.ids import canonical_json
 from rollout_core.base.settings import SECRET_PREFIX
-from rollout_core.config.judges import JudgeReward
+from rollout_core.config.judges import JudgeBudget, JudgeReward
 from rollout_core.config.rewards import CompositeReward
+from rollout_core.inference.endpoint_stream import LONE_FAILURES
+from rollout_core.inference.pace import shared_pace
+from rollout_core.models.locating import Unchecked
 from rollout_core.rewards.judges.engine import most_taken, try_judge
-from rollout_core.rewards.judges.judging import Judges
+from rollout_core.rewards.judges.judging import TIMES_ASKED, Judges
 from rollout_core.rewards.judges.questions import fence, questions_of
 from rollout_core.rewards.judges.spending import BudgetSpent
 from rollout_core.rewards.loading import load_reward
@@ -118,10 +123,22 @@ def test_a_template_has_the_row_and_what_is_judged_between_markers(server):
     names = ("rubric", "subject", "row['level']", "completion", "reference", "lowest", "highest")
     template = "|".join("{{ " + name + " }}" for name in names)
     spec = spec_of(server, template=template, rubric="Kind?", reference_key="answer")
-    assert spec.template_keys == ("subject",) and spec.row_keys == ("answer",)
+    assert spec.row_keys == ("answer", "subject")
     judged(spec, inputs_of("xx", subject="maths", level=3, answer="42"))
     text = server.bodies[0]["messages"][1]["content"]
     assert text == f"Kind?|maths|3|{fence('answer', 'xx')}|{fence('reference', '42')}|0|10"
+
+
+@pytest.mark.parametrize(
+    "asked", ["{{ level | default('any') }}", "{% if level is defined %}{{ level }}{% else %}any{% endif %}"]
+)
+def test_a_template_may_do_without_a_key(server, asked):
+    spec = spec_of(server, template="{{ completion }} of " + asked)
+    assert spec.row_keys == ()
+    rows = [*inputs_of("x"), *inputs_of("xx", level=3)]
+    assert judged(spec, rows)[0] == [0.1, 0.2]
+    texts = sorted(body["messages"][1]["content"].rpartition(" of ")[2] for body in server.bodies)
+    assert texts == ["3", "any"]
 
 
 def test_a_row_without_what_the_question_needs_fails_alone(server):
@@ -133,7 +150,14 @@ def test_a_row_without_what_the_question_needs_fails_alone(server):
     assert isinstance(second, Fatal) and "sample 1" in str(second) and "did you mean 'subjekt'?" in str(second)
     paired = load_reward(spec_of(server, mode="pairwise", reference_key="answer"))
     [missing] = judge(paired, inputs_of("x", anser="1"))
-    assert "no 'answer', the reference answer; did you mean 'anser'?" in str(missing)
+    assert "no 'answer', which the question needs; did you mean 'anser'?" in str(missing)
+
+
+def test_a_template_that_cannot_be_filled_in_fails_its_row_alone(server):
+    reward = load_reward(spec_of(server, template="{{ completion }} {{ 10 // level }}"))
+    first, second = judge(reward, [*inputs_of("x", level=2), *inputs_of("x", level=0)])
+    assert first == 0.1
+    assert isinstance(second, Fatal) and "the template cannot be filled in: ZeroDivisionError" in str(second)
 
 
 # What a completion cannot do
@@ -193,6 +217,28 @@ def test_a_number_in_prose_or_outside_of_the_schema_counts_nothing(server, quote
     assert len(server.bodies) == 4, "one repair, and no more"
 
 
+@pytest.mark.parametrize("reasoning", [r"half a pair: \ud800", r"\udc00 and \u0000", r"\ud83d\ude00"])
+def test_whatever_a_judge_says_can_be_filed(server, reasoning):
+    server.say = lambda body: f'{{"reasoning": "{reasoning}", "score": 3}}'
+    found, document, _ = judged(spec_of(server), inputs_of("x"))
+    assert found == [0.3] and json.loads(canonical_json(document)) == document
+    server.say = lambda body: f'{{"reasoning": "", "score": 3, "{reasoning}": 1}}'
+    found, document, _ = judged(spec_of(server), inputs_of("xx"))
+    assert found == [None] and json.loads(canonical_json(document)) == document
+
+
+@pytest.mark.parametrize("mode", ["score", "pairwise", "ranking"])
+def test_every_part_of_a_schema_has_a_type(server, mode):
+    judged(spec_of(server, mode=mode, reference_key="answer"), inputs_of("x", answer="y"))
+
+    def untyped(schema: dict[str, Any]) -> list[dict[str, Any]]:
+        below = [each for part in schema.get("properties", {}).values() for each in untyped(part)]
+        return below if "type" in schema else [schema, *below]
+
+    for body in server.bodies:
+        assert untyped(body["response_format"]["json_schema"]["schema"]) == []
+
+
 def test_a_fence_around_the_whole_answer_does_not_count(server):
     server.say = lambda body: f"```json\n{honest(body)}\n```\n"
     assert judged(spec_of(server), inputs_of("xx"))[0] == [0.2] and len(server.bodies) == 1
@@ -240,16 +286,89 @@ def test_a_judge_that_is_down_fails_the_scoring_or_abstains_by_rule(server):
     assert found == [None] and document["problems"] == {"no answer": 1} and "1 of 1 questions" in lines[0]
 
 
-def test_an_endpoint_that_refuses_a_question_fails_that_one_alone(server):
+def test_a_judge_that_is_down_is_not_asked_for_ever_where_completions_may_go_without_a_score(server):
+    server.is_down = True
+    judge = {"max_concurrency": 2, "max_retries": 1}
+    found, document, _ = judged(spec_of(server, when_down="abstain", judge=judge), inputs_of(*map(str, range(300))))
+    assert found == [None] * 300 and document["problems"] == {"no answer": 300}
+    assert len(server.bodies) <= 2 * (LONE_FAILURES + 2), "two tries of each until that was clear"
+    assert "gives no answers, so it was not asked" in document["verdicts"][-1][0]["reasoning"]
+    server.is_down = False
+    assert judged(spec_of(server, when_down="abstain", judge=judge), inputs_of("x"))[0] == [0.1]
+
+
+def test_equal_questions_that_get_no_answer_are_one(server):
+    server.is_down = True
+    spec = spec_of(server, when_down="abstain", when_unusable="fail")
+    found, document, lines = judged(spec, inputs_of("x", "x", "x"))
+    assert found == [None] * 3 and document["problems"] == {"no answer": 1} and "1 of 1 questions" in lines[0]
+
+
+def without(body: dict[str, Any]) -> int | None:
+    """Refuses questions about ``xx``."""
+    return 400 if answers_in(body) == ["xx"] else None
+
+
+def test_an_endpoint_that_refuses_a_question_fails_that_one_alone_and_not_for_good(server):
+    spec, inputs = spec_of(server, judge={"max_concurrency": 1}), inputs_of("x", "xx", "xxx")
     server.mishaps.append(status(400))
-    found, document, _ = judged(spec_of(server, judge={"max_concurrency": 1}), inputs_of("x", "xx"))
-    assert sorted(map(str, found)) in (["0.1", "None"], ["0.2", "None"]) and document["problems"] == {"no answer": 1}
+    assert judged(spec, inputs)[0] == [0.1, 0.2, 0.3], "once is not always"
+    server.refuse = without
+    first = Judges(spec, None, print)
+    for _ in range(2):  # also where only that one is not kept
+        assert first(inputs) == [0.1, None, 0.3]
+        [judgement] = first.take_judgements()
+        assert judgement.problems == {"no answer": 1} and "HTTP 400" in judgement.verdicts[1][0].reasoning
+    with pytest.raises(Fatal, match=r"HTTP 400.*See when_unusable"):
+        Judges(spec_of(server, when_unusable="fail"), first._ledger, print)(inputs)
+    server.refuse = lambda body: None
+    assert first(inputs) == [0.1, 0.2, 0.3]
 
 
-@pytest.mark.parametrize("answer", [b"{}", b'{"choices": []}', b'{"choices": [{"message": {"content": 3}}]}'])
-def test_an_answer_that_is_no_message_gives_no_score(server, answer):
-    server.mishaps.append(lambda handler: send(handler, 200, answer))
-    found, _, lines = judged(spec_of(server), inputs_of("x"))
+@pytest.mark.parametrize("when_down", ["wait", "fail", "abstain"])
+@pytest.mark.parametrize(("code", "most"), [(400, 12), (402, 4), (413, 12), (422, 12)])
+def test_an_endpoint_that_refuses_all_questions_is_a_wrong_configuration(server, when_down, code, most):
+    server.refuse = lambda body: code
+    judges = Judges(spec_of(server, when_down=when_down, judge={"max_concurrency": 4}), None, print)
+    with pytest.raises(ConfigError, match=rf"wise at .* has answered no question so far: .*HTTP {code}.*reward.judges"):
+        judges(inputs_of(*map(str, range(100))))
+    assert len(server.bodies) <= most
+    with pytest.raises(ConfigError, match="has answered no question so far"):
+        judges(inputs_of("a single one"))
+
+
+@pytest.mark.parametrize("code", [400, 402])
+def test_an_endpoint_that_refuses_all_further_questions_has_the_scoring_tried_again(server, code):
+    judges = Judges(spec_of(server, judge={"max_concurrency": 2}), None, print)
+    server.refuse = lambda body: code if len(server.answered) >= 5 else None
+    inputs = inputs_of(*("x" * n for n in range(30)))
+    with pytest.raises(Recoverable, match=f"HTTP {code}"):
+        judges(inputs)
+    assert len(server.answered) <= 6 and len(server.bodies) < 30
+    server.refuse = lambda body: None
+    assert judges(inputs)[:3] == [0.0, 0.1, 0.2]
+    assert set(server.answered.values()) == {1}
+
+
+NO_MESSAGES = [b"{}", b'{"choices": []}', b'{"choices": [{"message": {"content": 3}}]}']
+
+
+@pytest.mark.parametrize("answer", NO_MESSAGES)
+def test_an_answer_that_is_no_message_is_no_verdict_and_is_asked_for_again(server, answer):
+    def nonsense(times: int) -> None:
+        server.mishaps.extend([lambda handler: send(handler, 200, answer)] * times)
+
+    nonsense(1)
+    assert judged(spec_of(server), inputs_of("x"))[0] == [0.1]
+    judges = Judges(spec_of(server), None, print)
+    nonsense(TIMES_ASKED)
+    with pytest.raises(Recoverable, match=r"malformed.*\(1 of 1 questions have no answer\)"):
+        judges(inputs_of("x"))
+    spent = judges.spending.tokens
+    assert judges(inputs_of("x")) == [0.1], "nothing of it was kept"
+    assert judges.spending.tokens == spent + sum(TOKENS) and spent > 3 * 512, "but may be paid for"
+    nonsense(1)
+    found, _, lines = judged(spec_of(server, when_down="abstain"), inputs_of("x"))
     assert found == [None] and "malformed" in lines[0]
 
 
@@ -268,10 +387,20 @@ def test_requests_a_minute_are_kept(server):
 
 
 def test_tokens_a_minute_are_kept_and_what_was_not_taken_is_given_back(server):
-    # A question reserves some 2,500 tokens and takes 50: the second waits for a part of the first's.
-    spec = spec_of(server, judge={"tokens_per_minute": 120_000, "max_concurrency": 1})
+    # A second's worth each. If the 20,000 that are reserved were taken, three seconds would be a minute.
+    server.usage = {"prompt_tokens": 1_000, "completion_tokens": 100}
+    spec = spec_of(server, judge={"tokens_per_minute": 66_000, "max_concurrency": 1, "max_tokens": 20_000})
     score(load_reward(spec), inputs_of("1", "2", "3", "4"))
-    assert 0.0 < server.moments[-1] - server.moments[0] < 3.0
+    assert 1.5 <= server.moments[-1] - server.moments[0] < 30
+
+
+def test_what_an_endpoint_can_take_is_known_to_the_next_scoring(server):
+    server.mishaps.append(status(429))
+    judge = {"requests_per_minute": 600, "max_concurrency": 40}
+    for _ in range(2):
+        score(load_reward(spec_of(server, judge=judge)), inputs_of(*map(str, range(8))))
+    assert shared_pace(server.url, "wise", 40, 600.0, None).window < 40
+    assert server.moments[-1] - server.moments[0] >= 0.5, "17 requests, ten at once and ten a second"
 
 
 # Keys and forms
@@ -291,19 +420,24 @@ def test_keys_go_where_each_form_has_them(server, monkeypatch):
     assert "response_format" not in body
     assert [charge.tokens for charge in load_reward(spec).judges[0].spending.charges.values()] == []
     server.say = lambda body: json.dumps({"reasoning": "sk-judge-0123456789", "score": 1})
-    found, _, lines = judged(spec_of(server, judge={"api_key": "JUDGE_KEY"}), inputs_of("xxx"))
+    spec = spec_of(server, judge={"api_key": "JUDGE_KEY"}, when_down="abstain")
+    found, _, lines = judged(spec, inputs_of("xxx"))
     assert found == [None] and "repeats the endpoint's key" in lines[0] and "0123456789" not in lines[0]
 
 
-def test_the_plan_names_a_key_that_is_not_set_and_a_model_that_is_not_served(server):
+def test_the_plan_names_a_key_that_is_not_set_and_what_it_cannot_know(server):
     try_judge(spec_of(server).judges[0])
     with pytest.raises(ConfigError, match=r"secret 'NO_SUCH' is not among those allowed"):
         try_judge(spec_of(server, judge={"api_key": "NO_SUCH"}).judges[0])
-    with pytest.raises(ConfigError, match=r"serves no model 'wisest', but wise; look at reward.judges.model"):
+    # Gateways do not list all that they serve, or have no list at all.
+    with pytest.raises(Unchecked, match=r"whether .* serves 'wisest'; it lists wise"):
         try_judge(spec_of(server, judge={"model": "wisest"}).judges[0])
+    server.models = None
+    with pytest.raises(Unchecked, match=r"whether .* serves 'wise', as it lists no models: .*HTTP 404"):
+        try_judge(spec_of(server).judges[0])
     with JudgeServer() as other:
         gone = spec_of(other)
-    with pytest.raises(Recoverable, match="the judge does not answer"):
+    with pytest.raises(Unchecked, match="the judge does not answer"):
         try_judge(gone.judges[0])
 
 
@@ -348,6 +482,48 @@ def test_two_judges_share_a_budget():
         assert judges.spending.tokens == asked * sum(TOKENS) <= 6_000 and one.bodies and two.bodies
 
 
+def test_a_call_that_is_broken_off_counts_in_full(server):
+    arrived, release = threading.Event(), threading.Event()
+
+    def say(body: dict[str, Any]) -> str:
+        arrived.set()
+        release.wait()
+        return honest(body)
+
+    def refuse(body: dict[str, Any]) -> int | None:
+        return 401 if answers_in(body) == ["xx"] and arrived.wait() else None
+
+    server.say, server.refuse = say, refuse
+    spec, inputs = spec_of(server, judge={"max_concurrency": 2}), inputs_of("x", "xx")
+    judges = Judges(spec, None, print)
+    try:
+        with pytest.raises(ConfigError, match="refuses access"):
+            judges(inputs)
+    finally:
+        release.set()
+    assert judges.spending.tokens == most_taken(spec.judges[0], questions_of(spec, inputs)[0][0]).tokens
+
+
+@pytest.mark.parametrize(("code", "counts"), [(429, False), (500, False), (503, False), (504, True), (524, True)])
+def test_a_gateway_that_gave_up_may_have_been_answered_and_counts_in_full(server, code, counts):
+    server.mishaps.append(status(code))
+    judges = Judges(spec_of(server), None, print)
+    assert judges(inputs_of("x")) == [0.1]
+    assert (judges.spending.tokens > sum(TOKENS)) == counts
+
+
+def test_a_lost_answer_needs_budget_for_another_question_only_where_that_is_asked(server):
+    spec = spec_of(server, judge={"max_retries": 0}, when_down="fail")
+    most = most_taken(spec.judges[0], questions_of(spec, inputs_of("x"))[0][0]).tokens
+    server.mishaps.append(hang_up)
+    judges = Judges(spec.model_copy(update={"budget": JudgeBudget(tokens=most)}), None, print)
+    with pytest.raises(Recoverable, match="no answer"):
+        judges(inputs_of("x"))
+    assert judges.spending.tokens == most
+    with pytest.raises(BudgetSpent):
+        judges(inputs_of("x"))
+
+
 def test_an_endpoint_that_counts_nothing_is_counted_by_what_was_reserved(server):
     server.usage = {"prompt_tokens": -1}
     judges = Judges(spec_of(server), None, print)
@@ -362,7 +538,13 @@ def test_an_endpoint_that_counts_nothing_is_counted_by_what_was_reserved(server)
     ("settings", "problem"),
     [
         ({"mode": "pairwise"}, "name its key as reference_key"),
-        ({"template": "{% if %}"}, "line 1 is no Jinja template"),
+        ({"template": "{% if %}"}, r"is no Jinja template: .*line 1"),
+        ({"template": "{{ prompt }}"}, r"does not show what mode = 'score' judges; expected .* completion "),
+        ({"template": "{{ completion }}", "mode": "ranking"}, r"mode = 'ranking' judges; expected .* completions "),
+        (
+            {"template": "{{ completion }} {{ reference }}", "mode": "pairwise", "reference_key": "answer"},
+            r"mode = 'pairwise' judges; expected .* completions ",
+        ),
         ({"scale": {"lowest": 3, "highest": 3}}, "give lowest < highest"),
         ({"budget": {}}, "give tokens or money; got neither"),
         ({"budget": {"money": 1.0}}, "budget.money needs prompt_price and answer_price"),
@@ -373,6 +555,35 @@ def test_settings_that_do_not_fit_together_are_refused(settings, problem):
     given = {"judges": [{"url": "http://127.0.0.1:1/v1", "model": "m"}], **settings}
     with pytest.raises(ValidationError, match=problem):
         JudgeReward.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        *(({"body": {key: 1}}, f"body.{key} is not for body") for key in ("model", "messages", "stream", "n")),
+        ({"body": {"max_tokens": 9_999}}, "body.max_tokens is not for body"),
+        ({"body": {"max_completion_tokens": "many"}}, "max_completion_tokens is 'many'; expected a number of tokens"),
+        ({"body": {"max_completion_tokens": 3}}, "expected a number of tokens, at least 16"),
+        ({"body": {"max_completion_tokens": True}}, "expected a number of tokens, at least 16"),
+        ({"body": {"max_completion_tokens": 100}, "api": "anthropic"}, "set max_tokens of the judge"),
+        ({"temperature": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_a_judge_whose_settings_do_not_fit_together_is_refused(settings, problem):
+    with pytest.raises(ValidationError, match=problem):
+        reward_of([{"url": "http://127.0.0.1:1/v1", "model": "m", **settings}])
+
+
+def test_a_pair_that_is_asked_about_in_one_order_may_name_both_answers(server):
+    spec = spec_of(
+        server,
+        mode="pairwise",
+        reference_key="answer",
+        swap_order=False,
+        template="{{ completion }} or {{ reference }}?",
+    )
+    server.say = lambda body: json.dumps({"reasoning": "", "winner": "A"})
+    assert judged(spec, inputs_of("x", answer="xx"))[0] == [1.0]
 
 
 def test_a_judge_twice_is_refused():
@@ -390,7 +601,7 @@ def test_the_id_has_what_decides_scores_and_not_what_they_cost():
     unimportant: list[dict[str, Any]] = [
         {"judge": {"api_key": "KEY", "max_concurrency": 3, "requests_per_minute": 9, "timeout_seconds": 1}},
         {"judge": {"prompt_price": 1, "answer_price": 2, "max_retries": 1}},
-        {"budget": {"tokens": 5}, "when_down": "fail", "when_unusable": "fail"},
+        {"budget": {"tokens": 5}, "when_down": "wait", "when_unusable": "abstain"},
     ]
     assert {identified(**each) for each in unimportant} == {same}
     important: list[dict[str, Any]] = [
@@ -404,6 +615,8 @@ def test_the_id_has_what_decides_scores_and_not_what_they_cost():
         {"scale": {"highest": 5}},
         {"mode": "ranking"},
         {"vote": "median"},
+        {"when_down": "abstain"},
+        {"when_unusable": "fail"},
     ]
     ids = [identified(**each) for each in important]
     assert len({*ids, same}) == len(important) + 1

@@ -574,10 +574,12 @@ def test_a_text_that_is_extracted_is_compared_in_a_process_of_its_own():
 @pytest.mark.parametrize(
     ("spec", "completions", "answers"),
     [
-        ({"kind": "exact_match", "ignore_case": True}, [" A ", "a", "b"], ["a", "a", "b"]),
+        ({"kind": "exact_match", "ignore_case": True}, [" A ", "a", "b", " "], ["a", "a", "b", None]),
         ({"kind": "math"}, [r"\boxed{1/2}", r"so $\frac{1}{2}$", "none"], ["1/2", "1/2", None]),
-        ({"kind": "text"}, ["The cat.", "cat", "dog"], ["cat", "cat", "dog"]),
+        ({"kind": "text"}, ["The cat.", "cat", "dog", "the!"], ["cat", "cat", "dog", None]),
         ({"kind": "text", "compare": "numeric"}, ["so 1,000", "1000.0", "x"], ["1000.0", "1000.0", None]),
+        ({"kind": "text", "compare": "numeric"}, ["-0", "0", "-0.0"], ["0.0", "0.0", "0.0"]),
+        ({"kind": "math"}, [r"\boxed{-0}", r"\boxed{0}"], ["0", "0"]),
         ({"kind": "text", "compare": "exact", "extract": {"take": "boxed"}}, [r"\boxed{B}", "B"], ["B", None]),
         (
             {"kind": "regex", "pattern": r"A: (\w+)", "answer_key": "answer"},

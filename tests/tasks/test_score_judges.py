@@ -55,8 +55,8 @@ def run(prefect_server: str) -> Iterator[Callable[..., tuple[list[Scores], dict[
     from prefect import flow
 
     from rollout_core.rewards.kept import close_rewards
+    from tasks.runtime.endpoint_costs import endpoint_facts
     from tasks.runtime.journal import keep_journal
-    from tasks.runtime.judge_costs import judge_facts
     from tasks.score import score_rewards
 
     def start(spec: JudgeReward, *given: Completions) -> tuple[list[Scores], dict[str, str]]:
@@ -68,7 +68,7 @@ def run(prefect_server: str) -> Iterator[Callable[..., tuple[list[Scores], dict[
                 try:
                     return [score_rewards(each, spec, source_id(spec)) for each in given]
                 finally:
-                    facts.update(judge_facts([journal]))
+                    facts.update(endpoint_facts([journal]))
 
         try:
             return test_judges(), facts
@@ -103,7 +103,7 @@ def test_the_budget_and_the_figures_are_of_the_whole_run_also_of_what_was_cached
         assert len(server.bodies) == 5, "'xx' was judged before"
     values = [json.loads(objects().get_bytes(scores.scores)) for scores in (one, two)]
     assert values == [[0.1, 0.2, 0.3], [0.4, 0.5, 0.2]]
-    shown = f"{5 * TOKENS[0]} tokens of questions and {5 * TOKENS[1]} of answers, {5 * 70 / 1e6:.4f} of money"
+    shown = f"{5 * TOKENS[0]} tokens of prompts and {5 * TOKENS[1]} of answers, {5 * 70 / 1e6:.4f} of money"
     assert facts == {f"judge wise at {server.url}": f"5 answers, {shown}"}
     assert "4 answers" in stopped.value.__notes__[0], "a run that was stopped shows it, too"
     assert one.judged is not None

@@ -4,27 +4,61 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.backend import TOKEN_CHARACTERS, Request
-from rollout_core.inference.endpoint import MAX_BACKOFF_SECONDS, Endpoint, Malformed, Passing, Refused
+from rollout_core.inference.endpoint import (
+    MAX_BACKOFF_SECONDS,
+    Endpoint,
+    Malformed,
+    NotServed,
+    Passing,
+    Refused,
+    Unpaid,
+    counted_tokens,
+    look_once,
+)
 from rollout_core.inference.endpoint_stream import EndpointStream
 from rollout_core.inference.lanes import Lanes
-from rollout_core.inference.pace import Pace
+from rollout_core.inference.pace import Pace, shared_pace
+from rollout_core.models.locating import Unchecked
 from rollout_core.rewards.judges.questions import Question, judge_id
-from rollout_core.rewards.judges.spending import MARGIN, BudgetSpent, Charge, Spending
+from rollout_core.rewards.judges.spending import MARGIN, BudgetSpent, Charge, Metered, Spending
 
 ANTHROPIC_VERSION = "2023-06-01"
 MAX_ANSWER_BYTES = 2**20
 """Besides the tokens of an answer."""
-MOST_COUNTED = 10**9
-"""Tokens; an endpoint that counts more miscounts."""
+
+
+@dataclass
+class JudgeCall:
+    """One judge in one scoring: what it is asked, by which rules, and what was seen of it."""
+
+    spec: JudgeReward
+    judge: JudgeEndpoint
+    spending: Spending
+    on_line: Callable[[str], None]
+    questions: dict[str, Question] = field(default_factory=dict)
+    """By id."""
+    has_answered: bool = False
+    """A question, in this scoring or, if it is one of this scoring's, before."""
+    unanswered: dict[str, str] = field(default_factory=dict)
+    """Questions that may be answered another time, with what was in the way."""
+    refused: set[str] = field(default_factory=set)
+    """Those of them that the endpoint refused: a fault of theirs, where it answers others."""
+
+    def refuses_all(self, reason: str) -> ConfigError:
+        """The error where every question was refused."""
+        return ConfigError(
+            f"{self.judge.name} has answered no question so far: {reason}; look at reward.judges (api, guided, "
+            "send_temperature, max_tokens, body), at the length of the questions, and at your account there"
+        )
 
 
 class JudgeModel:
@@ -32,24 +66,17 @@ class JudgeModel:
 
     batch_invariant = False
 
-    def __init__(
-        self,
-        spec: JudgeReward,
-        judge: JudgeEndpoint,
-        questions: Mapping[str, Question],
-        spending: Spending,
-        on_line: Callable[[str], None],
-    ) -> None:
-        self._parts = spec, judge, questions, spending, on_line
+    def __init__(self, call: JudgeCall) -> None:
+        self._call = call
 
     @property
     def model_id(self) -> ContentId:
-        return judge_id(self._parts[1])
+        return judge_id(self._call.judge)
 
     @contextmanager
     def open(self) -> Iterator[Lanes]:
         """The running engine."""
-        engine = JudgeEngine(*self._parts)
+        engine = JudgeEngine(self._call)
         try:
             yield Lanes(engine)
         finally:
@@ -62,71 +89,82 @@ class JudgeEngine(EndpointStream):
     max_model_len = None
     finishes_on = (BudgetSpent,)
 
-    def __init__(
-        self,
-        spec: JudgeReward,
-        judge: JudgeEndpoint,
-        questions: Mapping[str, Question],
-        spending: Spending,
-        on_line: Callable[[str], None],
-    ) -> None:
-        self._spec, self._judge, self._questions = spec, judge, questions
-        self._spending, self._on_line = spending, on_line
-        self._pace = Pace(judge.max_concurrency, judge.requests_per_minute, judge.tokens_per_minute)
+    def __init__(self, call: JudgeCall) -> None:
+        self._call, judge = call, call.judge
+        limits = judge.max_concurrency, judge.requests_per_minute, judge.tokens_per_minute
+        self._pace = shared_pace(judge.url, judge.model, *limits)
         self._has_told = False
-        self.gives_up = spec.when_down == "fail"
+        self.gives_up = call.spec.when_down != "abstain"
         super().__init__(_endpoint(judge, self._pace), judge.max_concurrency)
 
     @property
     def model_id(self) -> ContentId:
-        return judge_id(self._judge)
+        return judge_id(self._call.judge)
 
     def update_weights(self, model: Any) -> None:
         """See `InferenceBackend`: they are somebody else's."""
 
     async def ask(self, request: Request) -> Outcome:
-        """See `EndpointStream`. Raises BudgetSpent where there is no budget for it."""
-        question = self._questions[request.key]
+        """See `EndpointStream`. Raises BudgetSpent where there is no budget for it, ConfigError where all questions are
+        refused."""
+        call, key = self._call, request.key
+        call.unanswered.pop(key, None)
+        call.refused.discard(key)
+        if self.is_gone:
+            return Failure(key, f"{call.judge.name} gives no answers, so it was not asked", passing=True)
         while True:
             try:
-                return await self._ask_once(question)
+                return await self._ask_once(call.questions[key])
             except Passing as error:
-                if self._spec.when_down != "wait":
-                    return Failure(request.key, str(error), passing=True)
+                if call.spec.when_down != "wait":
+                    return Failure(key, str(error), passing=True)
                 if not self._has_told:
                     self._has_told = True
-                    self._on_line(f"{error}; it is asked on until it answers")
+                    call.on_line(f"{error}; it is asked on until it answers")
             except Refused as error:
-                return Failure(request.key, str(error))
-            tries = self._judge.max_retries + 1
-            await asyncio.sleep(min(MAX_BACKOFF_SECONDS, self._judge.backoff_seconds * 2**tries))
+                return self._refused(key, error)
+            tries = call.judge.max_retries + 1
+            await asyncio.sleep(min(MAX_BACKOFF_SECONDS, call.judge.backoff_seconds * 2**tries))
+
+    def _refused(self, key: str, error: Refused) -> Failure:
+        """Not kept: what is refused now (too little money, a key of the body) may not be another time."""
+        call, of_all = self._call, isinstance(error, Unpaid)
+        if not of_all:
+            call.refused.add(key)
+        if not call.has_answered and (of_all or len(call.refused) >= self.patience):
+            raise call.refuses_all(str(error))
+        return Failure(key, str(error), passing=True)
+
+    def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
+        failure = super()._failure(request, reason, passing=passing)
+        if passing:
+            self._call.unanswered[request.key] = failure.reason
+        return failure
 
     async def _ask_once(self, question: Question) -> Outcome:
-        judge, spending = self._judge, self._spending
-        most = most_taken(judge, question)
-        reserved = [await spending.reserve(most, self._spec.budget)]
-        charge: Charge | None = None
-
-        async def lost() -> None:
-            spending.lose(reserved[0])
-            reserved[0] = await spending.reserve(most, self._spec.budget)
-
+        call, judge, key = self._call, self._call.judge, str(question.id)
+        charge = most = most_taken(judge, question)
+        meter = Metered(call.spending, most, call.spec.budget)
         try:
             limit = MAX_ANSWER_BYTES + TOKEN_CHARACTERS * judge.longest_answer
-            answer = await self._endpoint.post(
-                path_of(judge), body_of(judge, question), limit, tokens=most.tokens, lost=lost
-            )
+            body = body_of(judge, question)
+            answer = await self._endpoint.post(path_of(judge), body, limit, tokens=most.tokens, meter=meter)
+            call.has_answered = True
             charge = _charge(judge, answer, most)
             self._pace.give_back(most.tokens - charge.tokens)
-            if self._has_told:
-                self._has_told = False
-                self._on_line(f"{judge.name} answers again")
-            return _outcome(judge, str(question.id), answer, charge)
-        except Malformed:
-            charge = charge or most
+            outcome = _outcome(judge, key, answer, charge)
+        except (Refused, ConfigError):
+            meter.end(lost=False)
             raise
-        finally:
-            spending.settle(reserved[0], str(question.id), charge)
+        except BaseException:
+            # Also where the process stops, or another request ends the stream: the endpoint works on, and is paid.
+            meter.took(charge)
+            raise
+        meter.took(charge, key if isinstance(outcome, Completion) else None)
+        if self._has_told:
+            self._has_told = False
+            call.on_line(f"{judge.name} answers again")
+        return outcome
 
 
 def most_taken(judge: JudgeEndpoint, question: Question) -> Charge:
@@ -162,7 +200,7 @@ def body_of(judge: JudgeEndpoint, question: Question) -> dict[str, Any]:
     body: dict[str, Any] = {"model": judge.model}
     if "max_completion_tokens" not in judge.body:
         body["max_tokens"] = judge.max_tokens
-    if judge.send_temperature and judge.temperature is not None:
+    if judge.send_temperature:
         body["temperature"] = judge.temperature
     messages = [dict(message) for message in question.messages]
     if judge.api == "anthropic":
@@ -176,14 +214,13 @@ def body_of(judge: JudgeEndpoint, question: Question) -> dict[str, Any]:
 
 def _charge(judge: JudgeEndpoint, answer: Mapping[str, Any], most: Charge) -> Charge:
     """By the endpoint's count; all that was reserved, where it counts nothing that can be."""
-    usage = answer.get("usage")
-    names = ("input_tokens", "output_tokens") if judge.api == "anthropic" else ("prompt_tokens", "completion_tokens")
-    counts = [usage.get(name) if isinstance(usage, Mapping) else None for name in names]
-    prompt, given = (count if type(count) is int and 0 <= count <= MOST_COUNTED else None for count in counts)
-    if judge.api == "anthropic" and isinstance(usage, Mapping) and prompt is not None:
+    is_anthropic = judge.api == "anthropic"
+    names = ("input_tokens", "output_tokens") if is_anthropic else ("prompt_tokens", "completion_tokens")
+    prompt, given = (counted_tokens(answer, name) for name in names)
+    if is_anthropic and prompt is not None:
         # What a cache of prompts took or gave is counted apart.
-        cached = [usage.get(name) for name in ("cache_creation_input_tokens", "cache_read_input_tokens")]
-        prompt += sum(count for count in cached if type(count) is int and 0 <= count <= MOST_COUNTED)
+        cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
+        prompt += sum(counted_tokens(answer, name) or 0 for name in cached)
     return most if prompt is None or given is None else charged(judge, prompt, given)
 
 
@@ -211,26 +248,23 @@ def _outcome(judge: JudgeEndpoint, key: str, answer: Mapping[str, Any], charge: 
 
 
 def try_judge(judge: JudgeEndpoint) -> None:
-    """Look once whether the endpoint answers, takes the key, and serves the model where it lists any.
+    """Look once whether the endpoint answers, takes the key, and lists the model.
 
-    Raises ConfigError where it never will, Recoverable where it does not answer now.
+    Raises ConfigError where it never will answer; Unchecked where it does not now, or does not list the model: many
+    gateways have no list, or list only a part of what they serve.
     """
 
-    async def look() -> None:
-        once = judge.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
-        endpoint = _endpoint(once)
+    async def look(endpoint: Endpoint) -> None:
+        unknown = f"whether {judge.url} serves {judge.model!r}"
         try:
             names = [str(model["id"]) for model in await endpoint.models()]
         except Passing as error:
-            raise Recoverable(f"the judge does not answer: {error}") from error
-        except (Refused, Malformed) as error:
-            raise ConfigError(f"{judge.url}: {error}") from error
-        finally:
-            await endpoint.close()
-        if names and judge.model not in names:
-            named = endpoint.fit_to_show(", ".join(sorted(names)))
-            raise ConfigError(f"{judge.url} serves no model {judge.model!r}, but {named}; look at reward.judges.model")
+            raise Unchecked(f"the judge does not answer: {error}") from error
+        except (NotServed, Refused, Malformed) as error:
+            raise Unchecked(f"{unknown}, as it lists no models: {error}") from error
+        if judge.model not in names:
+            listed = endpoint.fit_to_show(", ".join(sorted(names)) or "nothing")
+            raise Unchecked(f"{unknown}; it lists {listed}")
 
-    # In a thread of its own, as the caller's may have a loop that runs.
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(asyncio.run, look()).result()
+    once = judge.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
+    look_once(lambda: _endpoint(once), look)

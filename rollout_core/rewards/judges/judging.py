@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.stopping import run_async
 from rollout_core.config import SamplingParams
-from rollout_core.config.judges import JudgeReward
+from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.data.samples import Sample, SampledCompletion, decode_completions_blob, encode_samples
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.ledger import SampleLedger, this_worker
-from rollout_core.rewards.judges.engine import JudgeModel, charged
+from rollout_core.rewards.judges.engine import JudgeCall, JudgeModel, charged
 from rollout_core.rewards.judges.kept_answers import AnswerLedger
 from rollout_core.rewards.judges.questions import Question, Unusable, questions_of, read_answer, repair_of
 from rollout_core.rewards.judges.spending import Spending
@@ -26,6 +26,8 @@ from rollout_core.rewards.scoring import RewardInput, Score, places
 GENERATOR = "judge/1"
 """All that decides an answer is in its question's id."""
 STALE_AFTER_SECONDS = 60.0
+TIMES_ASKED = 3
+"""That a question is asked of an endpoint which is waited for, and gives no answer to this one."""
 
 
 @dataclass
@@ -50,8 +52,6 @@ class Judgement:
     """Of each completion."""
     problems: Counter[str] = field(default_factory=Counter)
     """Questions without a usable answer, by why."""
-    passing: int = 0
-    """Of those without any answer, how many may get one later."""
     repaired: int = 0
     """Answers that were usable at the second time."""
     charges: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +66,19 @@ class Judgement:
             "repaired": self.repaired,
             "charges": {question: list(charge) for question, charge in self.charges.items()},
         }
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What came of a question."""
+
+    last: Question
+    """The question itself, or the one for repair."""
+    found: Mapping[str, Any] | None
+    """The answer; None where there is none of use."""
+    reason: str = ""
+    """Why there is none."""
+    was_answered: bool = True
 
 
 class Judges:
@@ -89,8 +102,9 @@ class Judges:
     def __call__(self, inputs: Sequence[RewardInput]) -> list[Score | Fatal]:
         """The reward of each input; None where no judge has a usable answer.
 
-        Raises BudgetSpent before a question that the budget may not have room for, and Recoverable where an endpoint is
-        down and that is to fail.
+        Raises BudgetSpent before a question that the budget may not have room for; Recoverable where an endpoint gives
+        no answers and that is to fail, or gives none to one question for which it is waited; ConfigError where one
+        refuses all questions.
         """
         return run_async(self._judge(inputs))
 
@@ -98,29 +112,19 @@ class Judges:
         spec = self._spec
         questions, wrong = questions_of(spec, inputs)
         judgement = Judgement(self.reward, [[] for _ in inputs])
-        first, repairs, again = await self._ask(questions, judgement), [], []
-        values: list[tuple[Question, Mapping[int, float] | None, str]] = []
-        for question, answer in zip(questions, first, strict=True):
-            try:
-                values.append(self._read(question, answer, judgement))
-            except Unusable as problem:
-                repairs.append(repair_of(question, spec.judges[question.judge], answer.text, str(problem)))
-        if repairs:
-            again = await self._ask(repairs, judgement)
-        for question, answer in zip(repairs, again, strict=True):
-            try:
-                values.append(self._read(question, answer, judgement))
-                judgement.repaired += 1
-            except Unusable as problem:
-                values.append((question, None, f"no answer of the schema, and not after the repair either: {problem}"))
-        self._tell(judgement, values)
+        calls = [JudgeCall(spec, judge, self.spending, self._on_line) for judge in spec.judges]
+        readings = await self._readings(questions, calls, judgement)
+        self._tell(readings.values(), calls, judgement)
         given: list[dict[int, list[float | None]]] = [{} for _ in inputs]
-        for question, found, reasoning in values:
+        for question in questions:
+            reading = readings[str(question.id)]
+            values = None if reading.found is None else question.read(reading.found)
+            reasoning = reading.reason if reading.found is None else reading.found["reasoning"]
             for place in question.inputs:
-                value = None if found is None else found[place]
+                value = None if values is None else values[place]
                 given[place].setdefault(question.judge, []).append(value)
                 name = spec.judges[question.judge].name
-                judgement.verdicts[place].append(Verdict(name, question.id, value, reasoning))
+                judgement.verdicts[place].append(Verdict(name, reading.last.id, value, reasoning))
         self._judgements.append(judgement)
         named = list(places(inputs))
         return [
@@ -128,15 +132,29 @@ class Judges:
             for place, votes in enumerate(given)
         ]
 
-    def _read(
-        self, question: Question, answer: SampledCompletion, judgement: Judgement
-    ) -> tuple[Question, Mapping[int, float] | None, str]:
-        """Raises Unusable for an answer that has no verdict."""
-        if answer.error is not None:
-            judgement.problems["no answer"] += 1
-            return question, None, answer.error
-        found = read_answer(question, answer.text)
-        return question, question.read(found), str(found["reasoning"])
+    async def _readings(
+        self, questions: Sequence[Question], calls: Sequence[JudgeCall], judgement: Judgement
+    ) -> dict[str, _Reading]:
+        """What came of each question, by its id; equal questions are one."""
+        asked = {str(question.id): question for question in questions}
+        answers = await self._ask(asked.values(), calls, judgement)
+        readings: dict[str, _Reading] = {}
+        repairs: dict[str, Question] = {}
+        for key, question in asked.items():
+            try:
+                readings[key] = _read(question, answers[key])
+            except Unusable as problem:
+                judge = self._spec.judges[question.judge]
+                repairs[key] = repair_of(question, judge, answers[key].text, str(problem))
+        answers = await self._ask(repairs.values(), calls, judgement) if repairs else {}
+        for key, repair in repairs.items():
+            try:
+                readings[key] = _read(repair, answers[str(repair.id)])
+                judgement.repaired += readings[key].was_answered
+            except Unusable as problem:
+                reason = f"no answer of the schema, and not after the repair either: {problem}"
+                readings[key] = _Reading(repair, None, reason)
+        return readings
 
     def _score(self, votes: Mapping[int, Sequence[float | None]]) -> Score:
         """Of a judge counts the mean of its answers in both orders, where it gave both."""
@@ -150,33 +168,34 @@ class Judges:
         value = _vote(self._spec.vote, means)
         return value if self._spec.mode == "pairwise" else self._spec.scale.reward(value)
 
-    def _tell(self, judgement: Judgement, values: Sequence[tuple[Question, Mapping[int, float] | None, str]]) -> None:
-        """Count answers of no use; raises Fatal where they are to fail."""
-        useless = [(question, reason) for question, found, reason in values if found is None]
-        judgement.problems["not of the schema"] = len(useless) - judgement.problems["no answer"]
-        judgement.problems += Counter()  # without those of none
+    def _tell(self, readings: Iterable[_Reading], calls: Sequence[JudgeCall], judgement: Judgement) -> None:
+        """Count questions without a usable answer; raises Fatal where they are to fail."""
+        readings = list(readings)
+        useless = [reading for reading in readings if reading.found is None]
+        judgement.problems.update("not of the schema" if each.was_answered else "no answer" for each in useless)
         if judgement.repaired:
-            self._on_line(f"{judgement.repaired} of {len(values)} answers were of the schema at the second time only")
+            self._on_line(f"{judgement.repaired} of {len(readings)} answers were of the schema at the second time only")
         if not useless:
             return
-        question, reason = useless[0]
+        first = useless[0]
         text = (
-            f"{len(useless)} of {len(values)} questions have no usable answer; the first, to "
-            f"{self._spec.judges[question.judge].name}: {reason}"
+            f"{len(useless)} of {len(readings)} questions have no usable answer; the first, to "
+            f"{self._spec.judges[first.last.judge].name}: {first.reason}"
         )
-        tolerated = judgement.passing if self._spec.when_down == "abstain" else 0
-        if self._spec.when_unusable == "fail" and len(useless) > tolerated:
+        # One without an answer is for `when_down` to say about, which leaves it without a score where it gets here.
+        down = {key for call in calls for key in call.unanswered.keys() - call.refused}
+        if self._spec.when_unusable == "fail" and any(str(each.last.id) not in down for each in useless):
             raise Fatal(f"reward judge: {text}. See when_unusable")
         self._on_line(text)
 
-    async def _ask(self, questions: Sequence[Question], judgement: Judgement) -> list[SampledCompletion]:
+    async def _ask(
+        self, questions: Iterable[Question], calls: Sequence[JudgeCall], judgement: Judgement
+    ) -> dict[str, SampledCompletion]:
         """The answer to each, of all judges at the same time; those that are kept are not asked again."""
-        by_judge = [
-            {str(each.id): each for each in questions if each.judge == number}
-            for number in range(len(self._spec.judges))
-        ]
+        for number, call in enumerate(calls):
+            call.questions = {str(each.id): each for each in questions if each.judge == number}
         async with self._ledger.open_store() as store:
-            asked = [self._ask_judge(store, number, own, judgement) for number, own in enumerate(by_judge) if own]
+            asked = [self._ask_judge(store, call, judgement) for call in calls if call.questions]
             # One that ends by an error takes none of the others along: their answers are paid for.
             results = await asyncio.gather(*asked, return_exceptions=True)
         answers: dict[str, SampledCompletion] = {}
@@ -184,15 +203,13 @@ class Judges:
             if isinstance(result, BaseException):
                 raise result
             answers |= result
-        return [answers[str(question.id)] for question in questions]
+        return answers
 
-    async def _ask_judge(
-        self, store: Any, number: int, questions: Mapping[str, Question], judgement: Judgement
-    ) -> dict[str, SampledCompletion]:
-        judge, objects = self._spec.judges[number], self._ledger.objects
+    async def _ask_judge(self, store: Any, call: JudgeCall, judgement: Judgement) -> dict[str, SampledCompletion]:
+        judge, objects, spec = call.judge, self._ledger.objects, self._spec
         samples = [
             Sample(question.id, [dict(message) for message in question.messages], [], 0, None, {"judge": judge.name})
-            for question in questions.values()
+            for question in call.questions.values()
         ]
         options = BatchOptions(
             mode="test",
@@ -211,28 +228,51 @@ class Judges:
             generator=options.generator,
         )
         standing = await ledger.shard_status([sample.id for sample in samples], exclusive=False, unknown_are_free=True)
-        self._charge(number, standing.done.values(), judgement)
+        self._charge(judge, standing.done.values(), judgement)
+        call.has_answered = call.has_answered or bool(standing.done)
         source = await asyncio.to_thread(objects.put_bytes, encode_samples(samples))
-        params = SamplingParams(max_tokens=judge.longest_answer, temperature=judge.temperature or 0.0)
-        model = JudgeModel(self._spec, judge, questions, self.spending, self._on_line)
-        completed = await complete_samples(
-            store, objects, model, samples, params, source=source, worker_id=this_worker(), options=options
-        )
-        if completed.passing_failures and self._spec.when_down == "fail":
-            rows = decode_completions_blob(b"".join(completed.lines))
-            reason = next(row.error for row in rows if row.error is not None)
-            raise Recoverable(f"reward judge: {reason}; all answers are kept, so the same again asks only the others")
-        judgement.passing += completed.passing_failures
-        self._charge(number, completed.lines, judgement)
+        params = SamplingParams(max_tokens=judge.longest_answer, temperature=judge.temperature)
+        times_left = TIMES_ASKED if spec.when_down == "wait" else 1
+        while True:
+            completed = await complete_samples(
+                store,
+                objects,
+                JudgeModel(call),
+                samples,
+                params,
+                source=source,
+                worker_id=this_worker(),
+                options=options,
+            )
+            self._charge(judge, completed.lines, judgement)
+            if not call.has_answered and call.refused and call.refused.issuperset(call.unanswered):
+                raise call.refuses_all(call.unanswered[min(call.refused)])
+            times_left -= 1
+            if not times_left or call.unanswered.keys().isdisjoint(call.questions):
+                break
+            await asyncio.sleep(judge.backoff_seconds)
+        down = [key for key in call.questions if key in call.unanswered and key not in call.refused]
+        if down and spec.when_down != "abstain":
+            raise Recoverable(
+                f"reward judge: {call.unanswered[down[0]]} ({len(down)} of {len(call.questions)} questions have no "
+                "answer); all answers are kept, so the same again asks only the others"
+            )
         return {str(row.id): row for row in decode_completions_blob(b"".join(completed.lines))}
 
-    def _charge(self, number: int, lines: Any, judgement: Judgement) -> None:
+    def _charge(self, judge: JudgeEndpoint, lines: Iterable[bytes], judgement: Judgement) -> None:
         """Count in what kept answers took."""
         for row in decode_completions_blob(b"".join(lines)):
             if row.usage is not None:
-                charge = charged(self._spec.judges[number], *row.usage)
+                charge = charged(judge, *row.usage)
                 judgement.charges[str(row.id)] = charge
                 self.spending.note(str(row.id), charge)
+
+
+def _read(question: Question, answer: SampledCompletion) -> _Reading:
+    """Raises Unusable for an answer that has no verdict."""
+    if answer.error is not None:
+        return _Reading(question, None, answer.error, was_answered=False)
+    return _Reading(question, read_answer(question, answer.text))
 
 
 def _vote(rule: str, values: Sequence[float]) -> float:

@@ -46,20 +46,20 @@ class Spent:
     answer_tokens: int = 0
     money: float = 0.0
 
-    def add(self, charge: Charge) -> None:
-        """Count an answer in."""
-        self.answers += 1
-        self.prompt_tokens += charge.prompt_tokens
-        self.answer_tokens += charge.answer_tokens
-        self.money += charge.money
+    def add(self, prompt_tokens: int, answer_tokens: int, money: float, answers: int = 1) -> None:
+        """Count answers in."""
+        self.answers += answers
+        self.prompt_tokens += prompt_tokens
+        self.answer_tokens += answer_tokens
+        self.money += money
 
     def __str__(self) -> str:
         money = f", {self.money:.4f} of money" if self.money else ""
-        tokens = f"{self.prompt_tokens:,} tokens of questions and {self.answer_tokens:,} of answers"
+        tokens = f"{self.prompt_tokens:,} tokens of prompts and {self.answer_tokens:,} of answers"
         return f"{self.answers:,} answers, {tokens}{money}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Reservation:
     """Of a call under way."""
 
@@ -74,8 +74,8 @@ class Spending:
     charges: dict[str, Charge] = field(default_factory=dict)
     """By question: one that is there again costs nothing again."""
     _lost: list[Charge] = field(default_factory=list)
-    """Calls whose answers were lost on the way: they are counted in full, for the endpoint may."""
-    _reserved: dict[int, Charge] = field(default_factory=dict)
+    """Of calls whose answers are not kept: those that were lost on the way count in full, for they may be billed."""
+    _reserved: set[Reservation] = field(default_factory=set)
     _waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _tokens: int = 0
@@ -113,7 +113,7 @@ class Spending:
                 problem = None if budget is None else self._problem(charge, budget)
                 if problem is None:
                     reservation = Reservation(charge)
-                    self._reserved[id(reservation)] = charge
+                    self._reserved.add(reservation)
                     return reservation
                 if not self._reserved:
                     raise BudgetSpent(problem)
@@ -121,8 +121,8 @@ class Spending:
             await event.wait()
 
     def _problem(self, charge: Charge, budget: JudgeBudget) -> str | None:
-        tokens = sum(each.tokens for each in self._reserved.values())
-        money = sum(each.money for each in self._reserved.values())
+        tokens = sum(each.charge.tokens for each in self._reserved)
+        money = sum(each.charge.money for each in self._reserved)
         if budget.tokens is not None and self._tokens + tokens + charge.tokens > budget.tokens:
             key, taken = "tokens", f"{self._tokens:,} of {budget.tokens:,} tokens"
             more = f"{charge.tokens:,}"
@@ -136,17 +136,13 @@ class Spending:
             f"answers are kept: raise budget.{key} and run the same again, and it continues where it stopped"
         )
 
-    def settle(self, reservation: Reservation, question: str, charge: Charge | None) -> None:
-        """The call has ended; it took ``charge``, or nothing."""
+    def end(self, reservation: Reservation, charge: Charge | None = None, question: str | None = None) -> None:
+        """The call has ended, and took ``charge``, or nothing; without a ``question`` its answer is not kept."""
         with self._lock:
-            if self._reserved.pop(id(reservation), None) is not None and charge is not None:
+            self._reserved.remove(reservation)
+            if charge is not None and question is not None and question not in self.charges:
                 self.note(question, charge)
-            self._wake()
-
-    def lose(self, reservation: Reservation) -> None:
-        """The answer to the call was lost."""
-        with self._lock:
-            if (charge := self._reserved.pop(id(reservation), None)) is not None:
+            elif charge is not None:  # also a second answer to a question
                 self._lost.append(charge)
                 self._add(charge)
             self._wake()
@@ -158,9 +154,31 @@ class Spending:
                 loop.call_soon_threadsafe(event.set)
 
     def all_charges(self) -> list[tuple[str | None, Charge]]:
-        """With the question of each answer; of one that was lost without."""
+        """With the question of each answer; of one that is not kept without."""
         with self._lock:
             return [*self.charges.items(), *((None, charge) for charge in self._lost)]
+
+
+class Metered:
+    """The tries of one question, held against a budget (a `Meter`)."""
+
+    def __init__(self, spending: Spending, most: Charge, budget: JudgeBudget | None) -> None:
+        self._spending, self._most, self._budget = spending, most, budget
+        self._under_way: Reservation | None = None
+
+    async def begin(self) -> None:
+        """Reserve what a try may take. Raises BudgetSpent."""
+        self._under_way = await self._spending.reserve(self._most, self._budget)
+
+    def end(self, *, lost: bool) -> None:
+        """The try came to no answer."""
+        self.took(self._most if lost else None)
+
+    def took(self, charge: Charge | None, question: str | None = None) -> None:
+        """The try, if one is under way, has ended as `Spending.end` says."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._spending.end(under_way, charge, question)
 
 
 @dataclass
@@ -199,7 +217,7 @@ def spent_by_judge(spendings: Iterable[Spending]) -> dict[str, Spent]:
     counted: set[str] = set()
     for question, charge in (pair for each in spendings for pair in each.all_charges()):
         if question is None or question not in counted:
-            found.setdefault(charge.judge, Spent()).add(charge)
+            found.setdefault(charge.judge, Spent()).add(*charge[1:])
         if question is not None:
             counted.add(question)
     return found

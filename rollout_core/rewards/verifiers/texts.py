@@ -37,7 +37,7 @@ def text_answer(spec: TextReward, completion: str) -> str | None:
         return None if answer is None else comparable(answer, ignore_case=spec.ignore_case)
     if spec.compare == "numeric":
         number = last_number(answer)
-        return None if number is None else repr(number)
+        return None if number is None else repr(number + 0.0)  # -0.0 is 0.0
     return normalised(answer)
 
 
