@@ -16,7 +16,7 @@ from rollout_core.config.judges import JudgeReward
 from rollout_core.inference.ledger import SampleLedger
 from rollout_core.rewards.judges.judging import GENERATOR, Judges
 from rollout_core.rewards.judges.questions import Question, questions_of
-from tests.rewards.judge_child import inputs_of, ledger_of
+from tests.rewards.judge_child import filed_id, inputs_of, ledger_of
 from tests.rewards.judge_server import TOKENS, JudgeServer, honest
 from tests.store.patience import wait_until
 
@@ -51,25 +51,33 @@ def says_nonsense_at_times(body: dict[str, Any]) -> str:
     return "well" if len(body["messages"]) == 2 and len(question) % 3 == 0 else honest(body)
 
 
-@pytest.mark.parametrize("mode", ["score", "ranking"])
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [
+        ("score", KILLS),
+        ("ranking", KILLS),
+        *(pytest.param(mode, 20, marks=pytest.mark.campaign) for mode in ("score", "pairwise", "ranking")),
+    ],
+)
 def test_judges_killed_at_any_moment_ask_nothing_again_that_was_answered_and_kept(
-    tmp_path: Path, start_process: Callable[..., Any], mode: str
+    tmp_path: Path, start_process: Callable[..., Any], mode: str, kills: int
 ):
     chance = random.Random(7)
-    completions = ["x" * chance.randrange(10) + "y" * n for n in range(48 if mode == "score" else 160)]
+    count = {"score": 8, "pairwise": 6, "ranking": 27}[mode] * kills
+    completions = ["x" * chance.randrange(10) + "y" * n for n in range(count)]
     with JudgeServer(say=says_nonsense_at_times, slow_seconds=0.02) as server:
         endpoint = {"url": server.url, "model": "wise", "max_concurrency": 3, "backoff_seconds": 0.01}
-        spec = JudgeReward.model_validate({"judges": [endpoint], "mode": mode})
+        spec = JudgeReward.model_validate({"judges": [endpoint], "mode": mode, "reference_key": "answer"})
         undisturbed = Judges(spec, None, print)
-        expected = undisturbed(inputs_of(completions))
+        expected = [undisturbed(inputs_of(completions)), filed_id(undisturbed)]
         total = server.answered.total()
         assert set(server.answered.values()) == {1}
         questions, _ = questions_of(spec, inputs_of(completions))
         server.answered.clear()
         arguments = [str(CHILD), str(tmp_path), spec.model_dump_json(), json.dumps(completions)]
         counted: dict[str, int] = {}
-        for _ in range(KILLS):
-            wanted = server.answered.total() + chance.randrange(1, max(2, total // KILLS))
+        for _ in range(kills):
+            wanted = server.answered.total() + chance.randrange(1, max(2, total // kills))
             process = start_process(*arguments)
             wait_until(partial(has_come_to, server, wanted, process))
             process.kill()
@@ -81,13 +89,13 @@ def test_judges_killed_at_any_moment_ask_nothing_again_that_was_answered_and_kep
         finished = start_process(*arguments)
         out, _ = finished.communicate()
         assert finished.returncode == 0
-        word, scores, tokens = json.loads(out.splitlines()[-1])
-        assert word == "scores" and scores == expected
+        *result, tokens = json.loads(out.splitlines()[-1])
+        assert result == expected, "the same scores, verdicts and charges"
         assert all(server.answered[question] == count for question, count in counted.items()), "kept, and asked again"
         # What was answered and not kept yet at a kill is asked again: no more than were under way.
-        assert server.answered.total() <= total + KILLS * 5
+        assert server.answered.total() <= total + kills * 5
         assert tokens == undisturbed.spending.tokens == total * sum(TOKENS), "each answer counts once"
         after = server.answered.total()
         again = start_process(*arguments)
-        assert json.loads(again.communicate()[0].splitlines()[-1])[1] == expected
+        assert json.loads(again.communicate()[0].splitlines()[-1])[:2] == expected
         assert server.answered.total() == after, "nothing is asked where all is kept"
