@@ -9,7 +9,8 @@ from prefect import flow
 from flows.evaluation import judge_of
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, EvalConfig, Suite
-from rollout_core.evaluation.reports import Metric, SuiteReport
+from rollout_core.evaluation.metrics import Metric
+from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.inference.engines import close_engine
 from rollout_core.plans.plan import context_limit
 from rollout_core.plans.suite_plan import plan_suites
@@ -31,7 +32,7 @@ class Evaluated(TypedDict):
     """Of each suite, see `rollout_core.evaluation.reports.SuiteReport`."""
 
 
-@flow(name="evaluate-suites", flow_run_name="{config.model.uri}", persist_result=False, on_failure=[record_refusal])
+@flow(name="evaluate-suites", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
 def evaluate_suites(config: EvalConfig) -> Evaluated:
     """Ask a model the questions of suites, score its answers and file what they come to."""
     return _evaluate(config)
@@ -54,10 +55,12 @@ def evaluate_suite(suite: Suite, model: ContentId, backend: BackendConfig) -> Su
     limit = context_limit(backend)
     options = {"samples_per_prompt": suite.samples, "max_model_len": limit, "mode": "test"}
     asked = enqueue_prompts(prompts, model, sampling, **options, label=label)
-    completions = batch_inference(asked, sampling, backend, mode="test", label=label)
+    failed = "stop" if suite.failed == "fail" else "leave_out"
+    completions = batch_inference(asked, sampling, backend, mode="test", failed=failed, label=label)
     scores = score_rewards(completions, judge.reward, judge.source, label=label)
     filed = suite.model_copy(update={"scorer": judge.reward})
-    return report_suite(filed, prompts, judge.source, completions, scores, label=label)
+    whole = asked.samples if completions.num_left_out else None
+    return report_suite(filed, prompts, judge.source, completions, scores, asked=whole, label=label)
 
 
 def _prompts(suite: Suite, label: str) -> ContentId:

@@ -7,11 +7,14 @@ from rollout_core.config import Suite, SuitePrompt
 from rollout_core.data.datasets import TaskRow, parse_rows, to_jsonl
 from rollout_core.evaluation import reports
 from rollout_core.evaluation.prompts import render_prompts
-from rollout_core.evaluation.reports import SuiteReport, suite_id_of
+from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.objects.records import Completions, Dataset, Scores
 from tasks.runtime import artifacts
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
+
+NAMED_QUESTIONS = 5
+"""In the log, of those without an answer."""
 
 
 @stage(version=1)
@@ -26,7 +29,7 @@ def render_suite(rows: ContentId, examples: ContentId | None, prompt: SuitePromp
     return Dataset(data=objects.put_bytes(to_jsonl(rendered)), num_rows=len(rendered))
 
 
-@stage(version=1, time="scoring", place="scoring")
+@stage(version=1, optional=("asked",), time="scoring", place="scoring")
 def report_suite(
     suite: Suite,
     prompts: ContentId,
@@ -34,15 +37,26 @@ def report_suite(
     completions: Completions,
     scores: Scores,
     *,
+    asked: ContentId | None = None,
     label: str = "",
 ) -> SuiteReport:
-    """File the metrics of a model's scored answers to a suite, whose reward models have names by content."""
-    suite_id = suite_id_of(suite, prompts, reward_source)
+    """File the metrics of a model's scored answers to a suite, whose reward models have names by content. ``asked`` are
+    the samples of all questions, where answers to some could not be had."""
+    objects, warn = current_stage().objects, stage_logger().warning
     report = reports.report_suite(
-        current_stage().objects, suite, suite_id, completions, scores, lambda line: stage_logger().warning("%s", line)
+        objects, suite, prompts, reward_source, completions, scores, lambda line: warn("%s", line), asked=asked
     )
+    _show(report, label)
+    return report
+
+
+def _show(report: SuiteReport, label: str) -> None:
+    if report.num_failed:
+        named = ", ".join(report.failed[:NAMED_QUESTIONS])
+        more = f" and {len(report.failed) - NAMED_QUESTIONS} more" if len(report.failed) > NAMED_QUESTIONS else ""
+        text = "%d answers of suite %s could not be had, to questions %s%s"
+        stage_logger().warning(text, report.num_failed, report.suite, named, more)
     rows = [metric.model_dump() for metric in report.metrics]
     for row in rows:
-        stage_logger().info("%s of model %s: %s %.4f", suite.name, report.model.short, row["name"], row["value"])
+        stage_logger().info("%s of model %s: %s %.4f", report.suite, report.model.short, row["name"], row["value"])
     artifacts.table("suite", rows, f"Suite {label}".strip())
-    return report

@@ -12,13 +12,14 @@ from rich.table import Table
 
 from flows.cli.common import Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
 from flows.cli.promotion import ServedResource, served_id
-from flows.cli.results import add_row, as_json_text, print_table, shortened
+from flows.cli.results import add_row, as_json_text, print_table, shortened, visible
 from flows.cli.starting import load_tables, look_ahead, run_flow
 from flows.cli.storage import StoragePath
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.config import EvalConfig, Suite
 from rollout_core.config.base import parse_config, read_toml
-from rollout_core.evaluation.reports import Flip, Metric, SuiteComparison, SuiteReport, compare_reports
+from rollout_core.evaluation.metrics import Metric
+from rollout_core.evaluation.reports import Flip, SuiteComparison, SuiteReport, compare_reports
 from rollout_core.runs.evaluations import EvaluatedModel, evaluated_models, find_evaluated
 from rollout_core.runs.run_records import RunRecords
 from rollout_core.runs.run_samples import shown_prompt
@@ -39,6 +40,9 @@ EvaluatedName = Annotated[
         "digits of that run's id; or latest."
     ),
 ]
+
+
+PROMPT_WIDTH = 200
 
 
 def eval_run(
@@ -129,7 +133,7 @@ def eval_compare(
             for name in common:
                 try:
                     compared.append(compare_reports(objects, before.reports[name], after.reports[name]))
-                except ConfigError as error:
+                except (ConfigError, NotFound) as error:
                     problems.append(str(error))
         if not compared:
             raise ConfigError("\n".join(problems), tuple(problems))
@@ -161,11 +165,13 @@ def _suites(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _print_reports(reports: Sequence[SuiteReport]) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("suite", "metric", "value", "95 % interval", "questions", "answers", "cut", "without score"):
-        table.add_column(column, justify="left" if column in ("suite", "metric") else "right")
+    figures = ("value", "95 % interval", "questions", "answers", "cut", "without score", "failed")
+    for column in ("suite", "metric", *figures):
+        table.add_column(column, justify="right" if column in figures else "left")
     for report in reports:
         missing = report.num_abstained + report.num_score_failed
-        counts = tuple(f"{count:,}" for count in (report.num_samples, report.num_truncated, missing))
+        told = (report.num_samples, report.num_truncated, missing, report.num_failed)
+        counts = tuple(f"{count:,}" for count in told)
         for metric in report.metrics:
             row = (report.suite, metric.name, f"{metric.value:.4f}", _interval(metric), f"{metric.num_questions:,}")
             add_row(table, (*row, *counts))
@@ -196,6 +202,7 @@ def _model_document(model: EvaluatedModel) -> dict[str, Any]:
 def _comparison_document(comparison: SuiteComparison, limit: int) -> dict[str, Any]:
     return {
         "suite": comparison.suite,
+        "remark": comparison.remark,
         "gains": {name: asdict(gain) for name, gain in comparison.gains.items()},
         **{
             side: {"count": len(flips), "questions": [asdict(flip) for flip in flips[:limit]]}
@@ -217,10 +224,18 @@ def _print_comparison(comparison: SuiteComparison, limit: int) -> None:
         figures = (f"{gain.mean_before:.4f}", f"{gain.mean_after:.4f}", f"{gain.gain:+.4f}", interval)
         add_row(table, (name, *figures, f"{gain.num_prompts:,}"))
     print_table(table)
+    if comparison.remark is not None:
+        typer.echo(comparison.remark)
     counts = ", ".join(f"{len(flips)} {side}" for side, flips in _sides(comparison).items())
     typer.echo(f"questions that flipped: {counts}")
     for side, flips in _sides(comparison).items():
         for flip in flips[:limit]:
-            typer.echo(f"{side} {flip.question}: {shortened(shown_prompt(flip.prompt))}")
+            typer.echo(f"{side} {flip.question}: {_end_of(shown_prompt(flip.prompt))}")
             for completion in flip.completions:
                 typer.echo(f"    {shortened(completion)}")
+
+
+def _end_of(prompt: str) -> str:
+    """Where the question stands, behind its examples."""
+    shown = visible(prompt)
+    return shown if len(shown) <= PROMPT_WIDTH else f"...{shown[3 - PROMPT_WIDTH :]}"

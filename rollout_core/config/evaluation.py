@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.base import DatasetSource, Settings
+from rollout_core.base.ids import ContentId
+from rollout_core.config.base import DatasetSource, Settings, identity
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
 from rollout_core.config.templates import JinjaTemplate
@@ -53,8 +55,13 @@ class SuitePrompt(Settings):
         return self
 
 
+FailedAnswers = Literal["leave_out", "wrong", "fail"]
+
+
 class Suite(Settings):
     """Questions that are put to models, which are compared by what their answers come to."""
+
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"failed"})
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """How people call it; letters, digits, dots, dashes."""
@@ -70,11 +77,22 @@ class Suite(Settings):
     """What an answer earns: any reward."""
     threshold: float = 1.0
     """An answer is right from this score on."""
+    failed: FailedAnswers = "leave_out"
+    """What an answer is that can never be had, as the endpoint refuses its question, say. ``leave_out``: it counts in
+    no figure, as one without a score; the report says how many there are. ``wrong``: its score is 0. ``fail``: the
+    evaluation ends. One that may be had at another try is waited for in any case."""
     metrics: tuple[str, ...] = ()
     """``mean``: of scores. ``accuracy``: share of right answers, which ``avg@k`` of all k samples and ``pass@1`` are,
     too. ``pass@n``: chance that one of n answers is right. ``maj@k``: share of questions whose most frequent answer is
     right. Default: ``mean`` and ``accuracy``; of several samples ``mean``, ``avg@k``, ``pass@k`` and, where the scorer
     reads an answer, ``maj@k``."""
+
+    def how_answered(self, source: ContentId | None) -> list[Any]:
+        """How answers are drawn and scored, by code of id ``source``, as ids of evaluations have it."""
+        defaults = {"threshold": 1.0, "failed": "leave_out"}
+        changed = {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+        drawn = [identity(self.sampling), self.samples, identity(self.scorer), source]
+        return [*drawn, changed] if changed else drawn
 
     @property
     def chosen_metrics(self) -> tuple[str, ...]:
@@ -113,6 +131,15 @@ class Suite(Settings):
                 f"metrics: {name} needs answers to count, which a scorer of kind {self.scorer.kind!r} does not read; "
                 "choose exact_match, math, text, or regex with answer_key"
             )
+
+    @model_validator(mode="after")
+    def _wrong_is_not_right(self) -> Suite:
+        if self.failed == "wrong" and self.threshold <= 0:
+            raise ValueError(
+                f'failed = "wrong" gives answers that cannot be had a score of 0, which is right from threshold '
+                f"{self.threshold:g} on; give a threshold above 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Suite:

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict
+
 from rollout_core.config.promotion import ROUNDING
 
 Z = statistics.NormalDist().inv_cdf(0.975)
@@ -26,13 +28,15 @@ class Question:
     answers: Sequence[str | None] = ()
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Metric(BaseModel):
     """A mean over questions, with its interval of 95 %; None where nothing is known of their spread."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
     value: float
-    lower: float | None
-    upper: float | None
+    lower: float | None = None
+    upper: float | None = None
     num_questions: int
     """That have a value; the others are left out."""
 
@@ -78,17 +82,17 @@ def majority(question: Question, threshold: float) -> float:
     return statistics.fmean(leading) if leading else 0.0
 
 
-def estimate(metric: str, values: Sequence[float | None], samples_per_question: int) -> Estimate | None:
-    """The mean of the questions' values; None where none has one."""
+def estimate(name: str, values: Sequence[float | None], samples_per_question: int) -> Metric | None:
+    """The mean of the questions' values, under the metric's name; None where none has one."""
     known = [value for value in values if value is not None]
     if not known:
         return None
     mean = statistics.fmean(known)
-    if metric == "mean":
+    if name == "mean":
         lower, upper = _interval_of_mean(known, mean)
     else:
         lower, upper = _interval_of_share(known, mean, len(known) * samples_per_question)
-    return Estimate(mean, lower, upper, len(known))
+    return Metric(name=name, value=mean, lower=lower, upper=upper, num_questions=len(known))
 
 
 def _interval_of_mean(values: Sequence[float], mean: float) -> tuple[float | None, float | None]:
@@ -105,13 +109,14 @@ def _interval_of_share(values: Sequence[float], share: float, num_samples: int) 
 
     Standard errors to both sides are an interval without width where all questions are right, and too narrow where
     there are few (arXiv:2503.01747). Q questions whose values are 0 or 1 count as Q; values of several samples vary
-    less and count as more, up to the number of samples.
+    less and count as more, up to the number of samples. Where all values are the same, nothing is known of how
+    questions differ, as of a single one, and Q count as Q, however many samples each has.
     """
     spread = statistics.pvariance(values, share)
     binomial = share * (1 - share)
     count = float(len(values))
-    if binomial > ROUNDING:
-        count = min(count * binomial / spread, num_samples) if spread > ROUNDING * binomial else num_samples
+    if spread > ROUNDING * binomial:
+        count = min(count * binomial / spread, num_samples)
     centre = share + Z * Z / (2 * count)
     reach = Z * math.sqrt(max(0.0, binomial) / count + Z * Z / (4 * count * count))
     whole = 1 + Z * Z / count

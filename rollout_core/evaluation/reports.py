@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.config.base import identity
 from rollout_core.config.evaluation import Suite
-from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.data.samples import Sample, decode_completions_blob, decode_samples
 from rollout_core.evaluation.bootstrap import PairedGain, paired_gain
-from rollout_core.evaluation.metrics import Question, estimate, value_of
+from rollout_core.evaluation.metrics import Metric, Question, estimate, value_of
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Completions, Record, Scores
 from rollout_core.rewards.votes import read_answers
@@ -23,18 +21,6 @@ from rollout_core.rewards.votes import read_answers
 CONFIDENCE = 0.95
 RIGHT_SHARE = "accuracy"
 """The metric by whose value a question counts as right: at least half of its answers are."""
-
-
-class Metric(BaseModel):
-    """One figure of a report; see `rollout_core.evaluation.metrics.Estimate`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    value: float
-    lower: float | None = None
-    upper: float | None = None
-    num_questions: int
 
 
 class SuiteReport(Record):
@@ -50,9 +36,11 @@ class SuiteReport(Record):
     scores: BlobId
     """As of `Scores`."""
     questions: BlobId
-    """JSON: the ids of the questions and, by metric, their values, ``null`` of one without."""
+    """JSON: the ids of the questions; by metric, their values, ``null`` of one without; and the places of the
+    completions that are shown of them, ``null`` where none is kept."""
     num_questions: int
     num_samples: int
+    """Answers that were had."""
     num_tokens: int
     num_truncated: int
     """Answers that were cut at ``max_tokens``."""
@@ -60,6 +48,13 @@ class SuiteReport(Record):
     """Answers without a score: the scorer abstained."""
     num_score_failed: int
     """Answers without a score: the scorer failed on them."""
+    num_failed: int = 0
+    """Answers that could not be had, and count as the suite's ``failed`` says."""
+    failed: tuple[str, ...] = ()
+    """Ids of their questions."""
+    conditions: ContentId | None = None
+    """How answers are drawn and scored, without the prompts; None where rows have no ids of their own, by which a
+    question could be found in other prompts."""
     metrics: tuple[Metric, ...]
 
     @property
@@ -68,48 +63,101 @@ class SuiteReport(Record):
         return next((metric for metric in self.metrics if metric.name != "mean"), self.metrics[0])
 
 
-def suite_id_of(suite: Suite, prompts: ContentId, reward_source: ContentId) -> ContentId:
-    """What makes two evaluations comparable: equal questions, drawn and scored alike. ``suite`` names reward models by
-    content."""
-    asked = [prompts, identity(suite.sampling), suite.samples, identity(suite.scorer), reward_source]
-    return content_id("suite/1", asked)
+def suite_id_of(suite: Suite, prompts: ContentId, source: ContentId | None) -> ContentId:
+    """What makes two evaluations the same: equal questions, drawn and scored alike, by code of id ``source``. ``suite``
+    names reward models by content."""
+    return content_id("suite/1", [prompts, *suite.how_answered(source)])
 
 
 def report_suite(
     objects: ObjectStore,
     suite: Suite,
-    suite_id: ContentId,
+    prompts: ContentId,
+    source: ContentId,
     completions: Completions,
     scores: Scores,
     on_line: Callable[[str], None],
+    *,
+    asked: ContentId | None = None,
 ) -> SuiteReport:
-    """The report of scored completions, of which those of one question stand side by side. ``on_line`` gets a line
-    about answers that could not be read.
+    """The report of scored completions, of which those of one question stand side by side. ``asked`` are all samples,
+    where answers to some could not be had. ``on_line`` gets a line about answers that could not be read.
 
     Raises ConfigError where no question has a value of a metric.
     """
-    values: list[float | None] = json.loads(objects.get_bytes(scores.scores))
-    answers = _answers(objects, suite, completions, on_line)
-    groups = [slice(start, start + suite.samples) for start in range(0, len(values), suite.samples)]
-    questions = [Question(values[group], answers[group]) for group in groups]
+    answered = decode_samples(objects.get_bytes(completions.samples))
+    samples = answered if asked is None else decode_samples(objects.get_bytes(asked))
+    values: dict[str, float | None] = {}
+    if suite.failed == "wrong":
+        values = dict.fromkeys((sample.id for sample in samples), 0.0)
+    values |= zip((sample.id for sample in answered), json.loads(objects.get_bytes(scores.scores)), strict=True)
+    read = _answers(objects, suite, completions, on_line)
+    answers = dict(zip((sample.id for sample in answered), read, strict=True))
+    groups = [samples[start : start + suite.samples] for start in range(0, len(samples), suite.samples)]
+    questions = [
+        Question([values.get(one.id) for one in group], [answers.get(one.id) for one in group]) for group in groups
+    ]
     by_metric = {name: [value_of(name, question, suite.threshold) for question in questions] for name in _named(suite)}
-    samples = decode_samples(objects.get_bytes(completions.samples))[:: suite.samples]
-    ids = [sample.row_id or str(number) for number, sample in enumerate(samples, start=1)]
+    place_of = {sample.id: place for place, sample in enumerate(answered)}
+    places = [next((place_of[one.id] for one in group if one.id in place_of), None) for group in groups]
+    lacking = [number for number, group in enumerate(groups) for one in group if one.id not in place_of]
+    return file_report(
+        objects,
+        suite,
+        prompts,
+        source,
+        completions,
+        Answered([group[0] for group in groups], by_metric, places, lacking),
+        scores=scores.scores,
+        num_abstained=scores.num_abstained,
+        num_score_failed=scores.num_reward_failed,
+    )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the answers to a suite's questions came to."""
+
+    questions: Sequence[Sample]
+    """A sample of each."""
+    values: Mapping[str, Sequence[float | None]]
+    """By metric, of each question."""
+    places: Sequence[int | None]
+    """Of the completion that is shown of each; None where none is kept."""
+    lacking: Sequence[int]
+    """The question of each answer that could not be had."""
+
+
+def file_report(
+    objects: ObjectStore,
+    suite: Suite,
+    prompts: ContentId,
+    source: ContentId | None,
+    completions: Completions,
+    answered: Answered,
+    **figures: Any,
+) -> SuiteReport:
+    """File what was answered; ``figures`` are further fields of the report. Raises as `report_suite` does."""
+    own = [sample.row_id for sample in answered.questions]
+    ids = [name or str(number) for number, name in enumerate(own, start=1)]
+    has_ids = None not in own and len(set(own)) == len(own)
+    filed = {"ids": ids, "values": answered.values, "places": answered.places}
     return SuiteReport(
         suite=suite.name,
-        suite_id=suite_id,
+        suite_id=suite_id_of(suite, prompts, source),
+        conditions=content_id("suite-conditions/1", suite.how_answered(source)) if has_ids else None,
         model=completions.model,
         samples=completions.samples,
         completions=completions.completions,
-        scores=scores.scores,
-        questions=objects.put_json({"ids": ids, "values": by_metric}),
-        num_questions=len(questions),
-        num_samples=scores.num_samples,
+        questions=objects.put_json(filed),
+        num_questions=len(ids),
+        num_samples=completions.num_samples,
         num_tokens=completions.num_tokens,
         num_truncated=completions.finish_reasons.get("length", 0),
-        num_abstained=scores.num_abstained,
-        num_score_failed=scores.num_reward_failed,
-        metrics=tuple(_metric(name, by_metric[name], suite.samples) for name in suite.chosen_metrics),
+        num_failed=len(answered.lacking),
+        failed=tuple(dict.fromkeys(ids[number] for number in answered.lacking)),
+        metrics=tuple(_metric(name, answered.values[name], suite.samples) for name in suite.chosen_metrics),
+        **figures,
     )
 
 
@@ -134,7 +182,7 @@ def _metric(name: str, values: Sequence[float | None], samples: int) -> Metric:
         raise ConfigError(
             f"no question has enough answers with a score for {name}; look at the scorer, or leave that metric out"
         )
-    return Metric(name=name, value=found.value, lower=found.lower, upper=found.upper, num_questions=found.num_questions)
+    return found
 
 
 @dataclass(frozen=True)
@@ -161,64 +209,98 @@ class SuiteComparison:
     lost: tuple[Flip, ...]
     """Questions that the first model has right and the second has not, in order."""
     gained: tuple[Flip, ...]
+    remark: str | None = None
+    """What is to be known of the two, besides."""
 
 
 def compare_reports(objects: ObjectStore, before: SuiteReport, after: SuiteReport) -> SuiteComparison:
-    """The report ``after`` against ``before``, paired by question.
+    """The report ``after`` against ``before``, paired by the questions' ids. Their prompts may differ, such as in the
+    examples before a question, where rows have ids of their own; the answers are drawn and scored alike.
 
-    Raises ConfigError where the two are not of the same questions, drawn and scored alike, NotFound where what was
-    filed is not kept any more.
+    Raises ConfigError where that is not so, NotFound where what was filed is not kept any more.
     """
-    if before.suite_id != after.suite_id:
+    is_same = before.suite_id == after.suite_id
+    if not is_same and (before.conditions is None or before.conditions != after.conditions):
         raise ConfigError(
             f"suite {before.suite} was changed between the two evaluations ({before.suite_id.short} and "
             f"{after.suite_id.short}); evaluate both models by the suite as it is now"
         )
     try:
-        filed = [objects.get_json(report.questions) for report in (before, after)]
+        sides = [_Side.of(objects, report) for report in (before, after)]
+        common = [name for name in sides[0].number_of if name in sides[1].number_of]
+        if not common:
+            raise ConfigError(f"no question of suite {before.suite} was put to both models; evaluate both by the same")
         gains = {}
-        for name in [metric.name for metric in after.metrics if metric.name in filed[0]["values"]]:
-            sides = [_by_question(one["values"][name]) for one in filed]
-            if any(sides[0][place] and sides[1][place] for place in sides[0]):
-                gains[name] = paired_gain(sides[0], sides[1], confidence=CONFIDENCE)
-        flips = _flips(objects, before, after, filed)
+        for name in [metric.name for metric in after.metrics if metric.name in sides[0].values]:
+            values = [side.by_question(name, common) for side in sides]
+            if any(values[0][question] and values[1][question] for question in common):
+                gains[name] = paired_gain(values[0], values[1], confidence=CONFIDENCE)
+        flips = _flips(objects, (before, after), sides, common)
     except MissingObject as error:
         raise NotFound(
             f"the answers to {before.suite} are not in {objects.url} any more (object {error.content_id[:12]} is "
             "gone); evaluate the model again"
         ) from error
+    remark = None
+    if not is_same:
+        remark = (
+            f"suite {before.suite}: rows, template or examples changed between the two evaluations; {len(common)} "
+            f"questions of {before.num_questions} and {after.num_questions} are paired by the ids of their rows"
+        )
     return SuiteComparison(
         suite=before.suite,
         gains=gains,
         lost=tuple(flip for flip in flips if flip.shares[0] > flip.shares[1]),
         gained=tuple(flip for flip in flips if flip.shares[0] < flip.shares[1]),
+        remark=remark,
     )
 
 
-def _by_question(values: Sequence[float | None]) -> dict[str, list[float]]:
-    return {f"{place:08d}": [] if value is None else [value] for place, value in enumerate(values)}
+@dataclass(frozen=True)
+class _Side:
+    """What a report filed of its questions."""
+
+    ids: Sequence[str]
+    values: Mapping[str, Sequence[float | None]]
+    places: Sequence[int | None]
+    number_of: Mapping[str, int]
+    """Places of the questions by their ids, of which a further one of the same id has a number."""
+
+    @classmethod
+    def of(cls, objects: ObjectStore, report: SuiteReport) -> _Side:
+        filed = objects.get_json(report.questions)
+        each = report.num_samples // report.num_questions
+        # Reports of the first version had no places; none of their answers was left out.
+        places = filed.get("places") or [place * each for place in range(report.num_questions)]
+        seen = Counter[str]()
+        number_of = {}
+        for number, name in enumerate(filed["ids"]):
+            seen[name] += 1
+            number_of[name if seen[name] == 1 else f"{name} ({seen[name]})"] = number
+        return cls(filed["ids"], filed["values"], places, number_of)
+
+    def by_question(self, metric: str, names: Sequence[str]) -> dict[str, list[float]]:
+        """Values of the metric, none of a question without."""
+        values = ((name, self.values[metric][self.number_of[name]]) for name in names)
+        return {name: [] if value is None else [value] for name, value in values}
 
 
 def _flips(
-    objects: ObjectStore, before: SuiteReport, after: SuiteReport, filed: Sequence[Mapping[str, Any]]
+    objects: ObjectStore, reports: Sequence[SuiteReport], sides: Sequence[_Side], common: Sequence[str]
 ) -> list[Flip]:
-    pairs = list(zip(*(one["values"][RIGHT_SHARE] for one in filed), strict=True))
-    flipped = [
-        place
-        for place, (first, second) in enumerate(pairs)
-        if first is not None and second is not None and (first >= 0.5) != (second >= 0.5)
-    ]
+    flipped = []
+    for name in common:
+        first, second = (side.values[RIGHT_SHARE][side.number_of[name]] for side in sides)
+        if first is not None and second is not None and (first >= 0.5) != (second >= 0.5):
+            flipped.append((name, (first, second)))
     if not flipped:
         return []
-    samples = decode_samples(objects.get_bytes(before.samples))
-    texts = [decode_completions_blob(objects.get_bytes(report.completions)) for report in (before, after)]
-    each = before.num_samples // before.num_questions
-    return [
-        Flip(
-            question=filed[0]["ids"][place],
-            prompt=samples[place * each].prompt,
-            completions=(texts[0][place * each].text, texts[1][place * each].text),
-            shares=pairs[place],
-        )
-        for place in flipped
-    ]
+    samples = decode_samples(objects.get_bytes(reports[0].samples))
+    texts = [decode_completions_blob(objects.get_bytes(report.completions)) for report in reports]
+    found = []
+    for name, shares in flipped:
+        places = [side.places[side.number_of[name]] for side in sides]
+        first, second = ("" if place is None else of[place].text for place, of in zip(places, texts, strict=True))
+        prompt = "" if places[0] is None else samples[places[0]].prompt
+        found.append(Flip(sides[0].ids[sides[0].number_of[name]], prompt, (first, second), shares))
+    return found

@@ -29,10 +29,10 @@ class EvaluatedModel:
     """The last one that evaluated it."""
 
 
-def evaluated_models(records: RunRecords, *, limit: int | None = None) -> list[EvaluatedModel]:
-    """Models that runs evaluated by suites, the one that was evaluated last first; of the last ``limit`` runs."""
+def evaluated_models(records: RunRecords) -> list[EvaluatedModel]:
+    """Models that runs evaluated by suites, the one that was evaluated last first."""
     found: dict[str, EvaluatedModel] = {}
-    for head in records.heads(lambda head: head.flow == "evaluate-suites", limit=limit):
+    for head in records.heads(lambda head: head.flow == "evaluate-suites"):
         try:
             _, detail = records.detail(head)
         except NotFound:  # of another version, or removed meanwhile

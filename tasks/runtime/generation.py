@@ -152,9 +152,11 @@ def generate(
     """Completions of ``prompts``, the seconds it took once the engine was ready, and what was done now."""
     workers = shared_with()
     run = Generation(model_here(prompts.model), backend, workers, mode=mode, deterministic=deterministic)
-    speed = Speed()
+    speed, reason = Speed(), "they failed, or their group did"
 
     def note(progress: Progress) -> None:
+        nonlocal reason
+        reason = f"one failed: {progress.first_failure}" if progress.first_failure else reason
         speed.note(time.monotonic(), progress.samples, progress.tokens)
         bar.show(progress.done, progress.total, speed.figures)
         if workers is not None:  # the fleet asks how much is left to help with
@@ -171,7 +173,6 @@ def generate(
         "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds
     )
     if completions.num_left_out:
-        reason = "they failed, or their group did"
         stage_logger().warning("%d samples are left out: %s", completions.num_left_out, reason)
         skipped = events.SamplesSkipped(stage=current_stage().name, samples=completions.num_left_out, reason=reason)
         events.emit(skipped)

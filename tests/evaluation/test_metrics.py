@@ -9,12 +9,12 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
-from rollout_core.evaluation.metrics import Estimate, Question, estimate, is_right, majority, pass_at, value_of
+from rollout_core.evaluation.metrics import Metric, Question, estimate, is_right, majority, pass_at, value_of
 
 SCORES = st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_size=8)
 
 
-def shares(*values: float | None, samples: int = 1) -> Estimate:
+def shares(*values: float | None, samples: int = 1) -> Metric:
     found = estimate("accuracy", values, samples)
     assert found is not None
     return found
@@ -94,8 +94,8 @@ def test_the_interval_of_a_mean_is_that_of_the_questions_values():
 
 
 def test_values_that_do_not_differ_say_nothing_of_their_spread():
-    assert estimate("mean", [2.0, 2.0], 1) == Estimate(2.0, None, None, 2)
-    assert estimate("mean", [2.0], 1) == Estimate(2.0, None, None, 1)
+    assert estimate("mean", [2.0, 2.0], 1) == Metric(name="mean", value=2.0, num_questions=2)
+    assert estimate("mean", [2.0], 1) == Metric(name="mean", value=2.0, num_questions=1)
     assert estimate("mean", [None], 1) is None
 
 
@@ -109,13 +109,25 @@ def test_the_interval_of_a_share_of_questions_is_wilsons(num_right: int, lower: 
     assert (found.lower, found.upper) == pytest.approx((lower, upper), abs=1e-7)
 
 
+def bounds(metric: Metric) -> tuple[float | None, float | None]:
+    return metric.lower, metric.upper
+
+
 def test_samples_of_one_question_that_agree_count_as_one_answer():
     """Four samples of each of ten questions: where they agree, they say no more than one; where they do not, more."""
     agreeing = shares(*[1.0] * 5, *[0.0] * 5, samples=4)
-    differing = shares(*[0.5] * 10, samples=4)
-    assert (agreeing.lower, agreeing.upper) == (shares(*[1.0] * 5, *[0.0] * 5).lower, agreeing.upper)
-    forty = shares(*[1.0] * 20, *[0.0] * 20)
-    assert (differing.lower, differing.upper) == pytest.approx((forty.lower, forty.upper))
+    assert bounds(agreeing) == bounds(shares(*[1.0] * 5, *[0.0] * 5))
+    differing = shares(*[0.25, 0.75] * 5, samples=4)
+    assert bounds(differing) == pytest.approx(bounds(shares(*[1.0] * 20, *[0.0] * 20)))
+
+
+@pytest.mark.parametrize("num_questions", [1, 2, 10])
+def test_questions_of_one_value_say_nothing_of_how_they_differ_however_many_samples_each_has(num_questions: int):
+    """A hundred samples of one question, of which half are right, are no hundred questions."""
+    same = shares(*[0.5] * num_questions, samples=100)
+    count, z = num_questions, 1.959964
+    reach = z * math.sqrt(0.25 / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    assert bounds(same) == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-6)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=30))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollout_core.base.errors import ConfigError, NotFound
-from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.config import Suite
+from rollout_core.base.ids import ContentId, canonical_json, content_id, hash_bytes
+from rollout_core.config import Suite, identity
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.evaluation.reports import SuiteReport, compare_reports, report_suite, suite_id_of
 from rollout_core.objects import ObjectStore
@@ -29,12 +29,22 @@ def suite_of(samples: int, **keys: Any) -> Suite:
     return Suite.model_validate({**document, **keys})
 
 
-def report(objects: ObjectStore, suite: Suite, *questions: Answers, model: str = "a") -> SuiteReport:
-    """Of the answers to each question, with their scores."""
+def report(
+    objects: ObjectStore,
+    suite: Suite,
+    *questions: Answers,
+    model: str = "a",
+    prompts: ContentId = PROMPTS,
+    first: int = 0,
+) -> SuiteReport:
+    """Of the answers to each question, with their scores; those whose text is ``failed`` could not be had. ``first`` is
+    the number of the first question."""
     of = ContentId(hash_bytes(model.encode()))
-    rows = [(number, index, *answer) for number, one in enumerate(questions) for index, answer in enumerate(one)]
-    ids = [hash_bytes(f"{model} {number} {index}".encode()) for number, index, *_ in rows]
-    samples = [Sample(key, f"q{row[0]}", [1], row[1], f"id-{row[0]}", {}) for key, row in zip(ids, rows, strict=True)]
+    asked = [(number, index, *one) for number, each in enumerate(questions, first) for index, one in enumerate(each)]
+    every = [sample_of(model, number, index) for number, index, *_ in asked]
+    rows = [row for row in asked if row[2] != "failed"]
+    samples = [sample_of(model, number, index) for number, index, *_ in rows]
+    ids = [sample.id for sample in samples]
     made = [Completion(key, [3], [-0.5], row[2], "stop") for key, row in zip(ids, rows, strict=True)]
     scores = [row[3] for row in rows]
     completions = Completions(
@@ -44,6 +54,7 @@ def report(objects: ObjectStore, suite: Suite, *questions: Answers, model: str =
         num_samples=len(rows),
         num_tokens=len(rows),
         finish_reasons={"stop": len(rows) - 1, "length": 1},
+        num_left_out=len(every) - len(rows),
     )
     scored = Scores(
         scores=objects.put_bytes(canonical_json(scores)),
@@ -53,7 +64,13 @@ def report(objects: ObjectStore, suite: Suite, *questions: Answers, model: str =
         std=0.0,
         num_abstained=scores.count(None),
     )
-    return report_suite(objects, suite, suite_id_of(suite, PROMPTS, CODE), completions, scored, print)
+    whole = objects.put_bytes(encode_samples(every)) if len(every) > len(rows) else None
+    return report_suite(objects, suite, prompts, CODE, completions, scored, print, asked=whole)
+
+
+def sample_of(model: str, number: int, index: int) -> Sample:
+    key = hash_bytes(f"{model} {number} {index}".encode())
+    return Sample(key, f"q{number}", [1], index, f"id-{number}", {})
 
 
 def test_a_report_has_every_metric_and_what_has_no_score_is_counted(objects: ObjectStore):
@@ -114,14 +131,81 @@ def test_a_question_without_a_score_on_one_side_is_left_out(objects: ObjectStore
     assert [flip.question for flip in compared.lost] == ["id-0"] and not compared.gained
 
 
+@pytest.mark.parametrize(
+    ("rule", "means", "accuracy", "failed"),
+    [
+        ("leave_out", [1.0, None, 0.0], 0.5, ("id-0", "id-1")),
+        ("wrong", [0.5, 0.0, 0.0], 1 / 6, ("id-0", "id-1")),
+    ],
+)
+def test_an_answer_that_cannot_be_had_is_counted_and_named_and_counts_as_the_suite_says(
+    objects: ObjectStore, rule: str, means: list[float | None], accuracy: float, failed: tuple[str, ...]
+):
+    answers = [("a", 1.0), ("failed", None)], [("failed", None), ("failed", None)], [("c", 0.0), ("c", 0.0)]
+    found = report(objects, suite_of(2, failed=rule), *answers)
+    filed = objects.get_json(found.questions)
+    assert filed["ids"] == ["id-0", "id-1", "id-2"] and filed["places"] == [0, None, 1]
+    assert filed["values"]["mean"] == means
+    assert (found.num_questions, found.num_samples, found.num_failed, found.failed) == (3, 3, 3, failed)
+    assert found.metrics[1].value == pytest.approx(accuracy)
+    assert found.num_abstained == 0
+
+
+def test_models_of_which_one_lacks_an_answer_are_paired_by_question(objects: ObjectStore):
+    one = report(objects, suite_of(1), [("failed", None)], [("b", 1.0)], [("c", 1.0)])
+    two = report(objects, suite_of(1), [("x", 1.0)], [("y", 1.0)], [("z", 0.0)], model="b")
+    compared = compare_reports(objects, one, two)
+    assert compared.gains["accuracy"].num_prompts == 2
+    assert [(flip.question, flip.prompt, flip.completions) for flip in compared.lost] == [("id-2", "q2", ("c", "z"))]
+    assert compared.remark is None
+
+
+def test_other_prompts_of_the_same_rows_are_paired_by_the_rows_ids(objects: ObjectStore):
+    """Such as other examples before each question, or rows that were added."""
+    one = report(objects, suite_of(1), [("a", 1.0)], [("b", 0.0)], [("c", 1.0)])
+    two = report(objects, suite_of(1), [("y", 1.0)], [("z", 0.0)], [("w", 0.0)], model="b", prompts=CODE, first=1)
+    assert one.suite_id != two.suite_id and one.conditions == two.conditions
+    compared = compare_reports(objects, one, two)
+    assert compared.gains["accuracy"].num_prompts == 2
+    assert [flip.question for flip in compared.lost] == ["id-2"] and [flip.question for flip in compared.gained] == [
+        "id-1"
+    ]
+    assert (
+        compared.remark is not None and "2 questions of 3 and 3 are paired by the ids of their rows" in compared.remark
+    )
+    elsewhere = report(objects, suite_of(1), [("a", 1.0)], model="b", prompts=CODE, first=7)
+    with pytest.raises(ConfigError, match="no question of suite s was put to both models"):
+        compare_reports(objects, one, elsewhere)
+
+
+def test_a_report_of_the_first_version_is_compared(objects: ObjectStore):
+    one = report(objects, suite_of(1), [("a", 1.0)], [("b", 0.0)])
+    filed = objects.get_json(one.questions)
+    del filed["places"]
+    document = one.model_dump(mode="json", exclude={"num_failed", "failed", "conditions"})
+    old = SuiteReport.model_validate({**document, "questions": objects.put_json(filed)})
+    two = report(objects, suite_of(1), [("x", 0.0)], [("y", 0.0)], model="b")
+    assert [flip.completions for flip in compare_reports(objects, old, two).lost] == [("a", "x")]
+
+
 def test_reports_of_different_suites_are_not_compared(objects: ObjectStore):
     one = report(objects, suite_of(1), [("a", 1.0)])
-    assert suite_id_of(suite_of(1, threshold=0.5, metrics=["mean"]), PROMPTS, CODE) == one.suite_id
-    others = [suite_of(2), suite_of(1, scorer={"kind": "math"}), suite_of(1, sampling={"max_tokens": 1})]
-    ids = {suite_id_of(suite, PROMPTS, CODE) for suite in others} | {suite_id_of(suite_of(1), CODE, CODE)}
-    assert len(ids | {one.suite_id}) == 5
+    assert suite_id_of(suite_of(1, metrics=["mean"]), PROMPTS, CODE) == one.suite_id
+    others = [{"samples": 2}, {"scorer": {"kind": "math"}}, {"sampling": {"max_tokens": 1}}]
+    others += [{"threshold": 0.5}, {"failed": "wrong"}]
+    ids = {suite_id_of(suite_of(**{"samples": 1, **change}), PROMPTS, CODE) for change in others}
+    ids |= {suite_id_of(suite_of(1), CODE, CODE), one.suite_id}
+    assert len(ids) == 7
+    looser = report(objects, suite_of(1, threshold=0.5), [("a", 1.0)], model="b")
     with pytest.raises(ConfigError, match="suite s was changed between the two evaluations"):
-        compare_reports(objects, one, one.model_copy(update={"suite_id": CODE}))
+        compare_reports(objects, one, looser)
+
+
+def test_the_id_of_a_suite_is_what_it_was_for_what_is_stored():
+    """Those with another threshold had the id of the same suite without one."""
+    suite = suite_of(1, scorer={"kind": "math"})
+    asked = [PROMPTS, identity(suite.sampling), 1, identity(suite.scorer), CODE]
+    assert suite_id_of(suite, PROMPTS, CODE) == content_id("suite/1", asked)
 
 
 def test_answers_that_are_not_kept_any_more_are_named(objects: ObjectStore):

@@ -79,7 +79,8 @@ def test_answers_are_scored_reported_and_compared(folder: Path, tiny_model: Path
     accuracy = report.headline
     assert (accuracy.lower, accuracy.upper) == pytest.approx((0.045587, 0.699358), abs=1e-5)  # Wilson's of 1 in 4
     filed = objects().get_json(report.questions)
-    assert filed == {"ids": ["1", "2", "3", "4"], "values": {"mean": [0, 1, 0, 0], "accuracy": [0, 1, 0, 0]}}
+    assert filed["ids"] == ["1", "2", "3", "4"] and filed["places"] == [0, 1, 2, 3]
+    assert filed["values"] == {"mean": [0, 1, 0, 0], "accuracy": [0, 1, 0, 0]}
 
     [other] = evaluate(other_tiny_model, PLAIN, kind="transformers")
     compared = compare_reports(objects(), report, other)
@@ -112,6 +113,13 @@ def test_answers_are_scored_reported_and_compared(folder: Path, tiny_model: Path
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "suite plain was changed between the two evaluations" in refused.stderr
 
+    # What was filed of an evaluation may be gone, by housekeeping say.
+    [again] = evaluate(tiny_model, PLAIN, kind="scripted")
+    objects().files.delete(objects()._key(again.questions))
+    gone = CliRunner().invoke(app, both)
+    assert (gone.exit_code, gone.stdout) == (2, "")
+    assert re.fullmatch(r"rollout: the answers to plain are not in .* evaluate the model again\n", gone.stderr)
+
 
 def test_one_engine_answers_all_suites_and_a_second_evaluation_generates_nothing(
     folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +143,7 @@ def test_one_engine_answers_all_suites_and_a_second_evaluation_generates_nothing
     assert {state for title, state in states.items() if not title.startswith("import_")} == {"Cached"}
     # Another threshold is another report of the same answers and scores; another scorer, other scores of the answers.
     [looser] = evaluate(tiny_model, sums(threshold=0.0))
-    assert looser.headline.value == 1.0 and looser.suite_id == first[0].suite_id
+    assert looser.headline.value == 1.0 and looser.suite_id != first[0].suite_id
     assert [title for title, state in last_states().items() if state == "Completed"] == ["report_suite sums"]
     [other] = evaluate(tiny_model, sums(scorer={"kind": "text", "compare": "numeric"}))
     assert other.suite_id != first[0].suite_id and other.completions == first[0].completions
