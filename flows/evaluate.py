@@ -8,7 +8,8 @@ from prefect import flow
 
 from flows.evaluation import judge_of
 from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, EvalConfig, Suite
+from rollout_core.config import BackendConfig, ChoiceScorer, EvalConfig, Suite
+from rollout_core.data.continuations import SCORING
 from rollout_core.evaluation.metrics import Metric
 from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.inference.engines import close_engine
@@ -21,7 +22,7 @@ from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.run_record import record_refusal
 from tasks.score import score_rewards
-from tasks.suites import render_suite, report_suite
+from tasks.suites import enqueue_choices, render_suite, report_choices, report_suite
 
 
 class Evaluated(TypedDict):
@@ -50,12 +51,15 @@ def _evaluate(config: EvalConfig, journal: Journal) -> Evaluated:
 def evaluate_suite(suite: Suite, model: ContentId, backend: BackendConfig) -> SuiteReport:
     """What ``model`` answers to a suite, in cached stages. The engine stays for the next suite; whoever calls this ends
     it."""
-    label = suite.name
-    prompts, sampling, judge = _prompts(suite, label), suite.sampling, judge_of(suite.scorer)
-    limit = context_limit(backend)
+    label, prompts, limit = suite.name, _prompts(suite, suite.name), context_limit(backend)
+    failed = "stop" if suite.failed == "fail" else "leave_out"
+    if isinstance(suite.scorer, ChoiceScorer):
+        asked = enqueue_choices(prompts, model, suite.scorer, max_model_len=limit, label=label)
+        completions = batch_inference(asked, SCORING, backend, mode="test", failed=failed, label=label)
+        return report_choices(suite, prompts, completions, asked.samples, label=label)
+    sampling, judge = suite.sampling, judge_of(suite.scorer)
     options = {"samples_per_prompt": suite.samples, "max_model_len": limit, "mode": "test"}
     asked = enqueue_prompts(prompts, model, sampling, **options, label=label)
-    failed = "stop" if suite.failed == "fail" else "leave_out"
     completions = batch_inference(asked, sampling, backend, mode="test", failed=failed, label=label)
     scores = score_rewards(completions, judge.reward, judge.source, label=label)
     filed = suite.model_copy(update={"scorer": judge.reward})

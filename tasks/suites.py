@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config import Suite, SuitePrompt
-from rollout_core.data.datasets import TaskRow, parse_rows, to_jsonl
-from rollout_core.evaluation import reports
+from rollout_core.config import ChoiceScorer, Suite, SuitePrompt
+from rollout_core.data.continuations import scored_samples
+from rollout_core.data.datasets import PromptRow, TaskRow, parse_rows, to_jsonl
+from rollout_core.data.samples import file_samples
+from rollout_core.evaluation import choices, reports
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.reports import SuiteReport
-from rollout_core.objects.records import Completions, Dataset, Scores
+from rollout_core.objects.records import Completions, Dataset, PromptSet, Scores
 from tasks.runtime import artifacts
+from tasks.runtime.generation import enqueue, model_here
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
 
@@ -27,6 +30,31 @@ def render_suite(rows: ContentId, examples: ContentId | None, prompt: SuitePromp
     ]
     rendered = render_prompts(prompt, *read)
     return Dataset(data=objects.put_bytes(to_jsonl(rendered)), num_rows=len(rendered))
+
+
+@stage(version=1)
+def enqueue_choices(
+    prompts: ContentId, model: ContentId, scorer: ChoiceScorer, *, max_model_len: int | None = None, label: str = ""
+) -> PromptSet:
+    """Make a sample of each choice of a suite's rows, to be scored behind the row's prompt, and enqueue them."""
+    objects = current_stage().objects
+    rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
+    pairs = choices.continued(scorer, rows)
+    samples = scored_samples(model_here(model).folder, pairs, model=model, max_model_len=max_model_len)
+    filed = file_samples(objects, samples, model)
+    enqueue(samples, source=filed.samples, mode="test")
+    stage_logger().info("%d choices of %d questions enqueued for model %s", len(samples), len(rows), model.short)
+    return filed
+
+
+@stage(version=1, time="scoring")
+def report_choices(
+    suite: Suite, prompts: ContentId, completions: Completions, asked: ContentId, *, label: str = ""
+) -> SuiteReport:
+    """File the metrics of a suite whose choices were scored; ``asked`` are the samples of all of them."""
+    report = choices.report_choices(current_stage().objects, suite, prompts, completions, asked)
+    _show(report, label)
+    return report
 
 
 @stage(version=1, optional=("asked",), time="scoring", place="scoring")

@@ -38,7 +38,12 @@ from .base import (
     parse_config as parse_config,
 )
 from .curriculum import Curriculum as Curriculum, PromptCurriculum as PromptCurriculum
-from .evaluation import FewShot as FewShot, Suite as Suite, SuitePrompt as SuitePrompt
+from .evaluation import (
+    ChoiceScorer as ChoiceScorer,
+    FewShot as FewShot,
+    Suite as Suite,
+    SuitePrompt as SuitePrompt,
+)
 from .experience import (
     DynamicSampling as DynamicSampling,
     ImportanceCorrection as ImportanceCorrection,

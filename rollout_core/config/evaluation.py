@@ -55,6 +55,32 @@ class SuitePrompt(Settings):
         return self
 
 
+class ChoiceScorer(Settings):
+    """Each choice of a row is scored by its log-likelihood behind the prompt, and the likeliest one is the answer;
+    nothing is generated, as in ``multiple_choice`` of lm-evaluation-harness."""
+
+    kind: Literal["choice"]
+    choices: str | tuple[str, ...] = "choices"
+    """Key of the row with its choices: a list of texts, or an object of two lists, ``text`` and ``label``. Or keys
+    that hold a choice each, such as ``["A", "B", "C", "D"]``."""
+    answer_key: str = Field(default="answer", min_length=1)
+    """Key of the row that names the right choice."""
+    answer_as: Literal["auto", "index", "label", "text"] = "auto"
+    """What names it: its index, from 0; its label, which is A, B, C where rows have none of their own; or its text.
+    ``auto``: whichever fits; where several do, and differ, the suite is refused."""
+    continuation: JinjaTemplate = "{{ choice }}"
+    """A template of what is scored of a choice: ``choice`` is its text, ``label``, ``index`` and the row's keys are
+    there, too. ``{{ label }}`` scores letters, where the prompt lists the choices."""
+    target_delimiter: str = " "
+    """Between the prompt and a choice; it counts in no norm."""
+
+    @property
+    def reads_answers(self) -> bool:
+        """As of rewards."""
+        return False
+
+
+CHOICE_METRICS = ("acc", "acc_norm", "acc_bytes")
 FailedAnswers = Literal["leave_out", "wrong", "fail"]
 
 
@@ -73,8 +99,8 @@ class Suite(Settings):
     """How answers are drawn."""
     samples: int = Field(default=1, ge=1, le=100_000)
     """Answers to each question."""
-    scorer: RewardSpec = ExactMatchReward()
-    """What an answer earns: any reward."""
+    scorer: RewardSpec | ChoiceScorer = ExactMatchReward()
+    """What an answer earns: any reward; or which choice is the likeliest."""
     threshold: float = 1.0
     """An answer is right from this score on."""
     failed: FailedAnswers = "leave_out"
@@ -85,7 +111,8 @@ class Suite(Settings):
     """``mean``: of scores. ``accuracy``: share of right answers, which ``avg@k`` of all k samples and ``pass@1`` are,
     too. ``pass@n``: chance that one of n answers is right. ``maj@k``: share of questions whose most frequent answer is
     right. Default: ``mean`` and ``accuracy``; of several samples ``mean``, ``avg@k``, ``pass@k`` and, where the scorer
-    reads an answer, ``maj@k``."""
+    reads an answer, ``maj@k``. Of choices: ``acc``, ``acc_norm``, which divides log-likelihoods by the choices' lengths
+    in characters, and ``acc_bytes``, in bytes; by default the first two."""
 
     def how_answered(self, source: ContentId | None) -> list[Any]:
         """How answers are drawn and scored, by code of id ``source``, as ids of evaluations have it."""
@@ -99,6 +126,8 @@ class Suite(Settings):
         """``metrics``, or the default."""
         if self.metrics:
             return self.metrics
+        if isinstance(self.scorer, ChoiceScorer):
+            return CHOICE_METRICS[:2]
         if self.samples == 1:
             return PLAIN_METRICS
         votes = ("maj",) if self.scorer.reads_answers else ()
@@ -113,11 +142,13 @@ class Suite(Settings):
         return self
 
     def _check_metric(self, name: str) -> None:
-        if name in PLAIN_METRICS:
+        is_choice = isinstance(self.scorer, ChoiceScorer)
+        if name in (CHOICE_METRICS if is_choice else PLAIN_METRICS):
             return
-        found = _METRIC.fullmatch(name)
+        found = None if is_choice else _METRIC.fullmatch(name)
         if found is None:
             forms = [*PLAIN_METRICS, *(f"{kind}@{self.samples}" for kind in METRICS_OF_SAMPLES)]
+            forms = list(CHOICE_METRICS) if is_choice else forms
             close = difflib.get_close_matches(name, forms, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(forms)}"
             raise ValueError(f"metrics: unknown metric {name!r}; {hint}")
@@ -131,6 +162,17 @@ class Suite(Settings):
                 f"metrics: {name} needs answers to count, which a scorer of kind {self.scorer.kind!r} does not read; "
                 "choose exact_match, math, text, or regex with answer_key"
             )
+
+    @model_validator(mode="after")
+    def _choices_are_not_drawn(self) -> Suite:
+        if isinstance(self.scorer, ChoiceScorer):
+            for name in ("sampling", "samples", "threshold"):
+                if getattr(self, name) != type(self).model_fields[name].get_default():
+                    raise ValueError(
+                        f"{name} is for answers that are drawn and scored, and a scorer of kind 'choice' draws none; "
+                        "leave it out"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _wrong_is_not_right(self) -> Suite:

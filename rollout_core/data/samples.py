@@ -7,7 +7,7 @@ the same float32. Equal samples give equal bytes, so a blob's content id stands 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,8 @@ class Completion:
     """Content ids of the weights that drew each of these parts, where they are not all the sample's."""
     usage: Sequence[int] | None = None
     """Tokens of prompt and completion as an endpoint counts them, where they are paid for by that."""
+    greedy: bool | None = None
+    """Of a continuation that was scored: whether greedy decoding writes the same. None: it was generated."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Sample:
     """Tokens that end it in addition to the model's own ends: those by which the chat template ends a turn."""
     drawn_as: ContentId | None = None
     """The sample that this one draws again, from the same seed; see `draw_again`."""
+    continuation: str = ""
+    """A text that is given and is to be scored: nothing is generated. See `rollout_core.data.continuations`."""
+    scored: int = 0
+    """How many of the last ``prompt_token_ids`` are the continuation's; 0 where they are not known here, as of an
+    endpoint without a tokenizer."""
 
     @property
     def seed(self) -> int:
@@ -120,6 +127,8 @@ class SampledCompletion:
     """The weights that drew each of these parts, where they are not all the sample's."""
     usage: list[int] | None = None
     """Tokens of prompt and completion by an endpoint's count."""
+    greedy: bool | None = None
+    """As of `Completion`."""
 
 
 def make_samples(
@@ -143,16 +152,20 @@ def make_samples(
     token_ids = tokenize_prompts(tokenizer, rows)
     if max_model_len is not None:
         refuse_long_prompts(token_ids, params.max_tokens, max_model_len)
-    seen = Counter(_prompt_key(row) for row in earlier)
-    occurrences = []
-    for row in rows:
-        key = _prompt_key(row)
-        occurrences.append(seen[key])
-        seen[key] += 1
+    occurrences = occurrences_of(map(_prompt_key, rows), map(_prompt_key, earlier))
     identities, own_bos = identities_of(model, params, known_ids), with_own_bos(tokenizer, rows)
     return identify(
         rows, token_ids, occurrences, identities, samples_per_prompt=samples_per_prompt, own_bos=own_bos, ends=ends
     )
+
+
+def occurrences_of(keys: Iterable[Hashable], earlier: Iterable[Hashable] = ()) -> list[int]:
+    """How often each key stands before its place, in ``earlier`` too."""
+    seen, found = Counter(earlier), []
+    for key in keys:
+        found.append(seen[key])
+        seen[key] += 1
+    return found
 
 
 def samples_of_model(
@@ -207,7 +220,7 @@ def identify(
     `with_own_bos`, ``ends`` are the conversations'."""
     samples = []
     for place, (row, ids, occurrence) in enumerate(zip(rows, token_ids, occurrences, strict=True)):
-        prompt, named = prompt_of(row), _identified(row)
+        prompt, named = prompt_of(row), identified(row)
         if place in own_bos:  # stores may hold samples of the same text behind two BOS tokens, made by earlier versions
             named = {"prompt": prompt, "bos": "once"}
         own_ends = [] if row.messages is None else list(ends)
@@ -248,13 +261,13 @@ def prompt_of(row: PromptRow) -> Any:
     return [{key: value for key, value in document.items() if key != "weight"} for document in documents]
 
 
-def _identified(row: PromptRow) -> Any:
+def identified(row: PromptRow) -> Any:
     """What of a row makes its samples: the prompt, and the tools that its template shows to the model."""
     return prompt_of(row) if row.tools is None else {"messages": prompt_of(row), "tools": list(row.tools)}
 
 
 def _prompt_key(row: PromptRow) -> str | bytes:
-    return row.prompt if row.prompt is not None else orjson.dumps(_identified(row), option=orjson.OPT_SORT_KEYS)
+    return row.prompt if row.prompt is not None else orjson.dumps(identified(row), option=orjson.OPT_SORT_KEYS)
 
 
 def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
@@ -293,7 +306,7 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
     lines = []
     for sample in samples:
         line = {name: getattr(sample, name) for name in names}
-        for name in ("tools", "ends", "drawn_as"):
+        for name in ("tools", "ends", "drawn_as", "continuation", "scored"):
             if not line[name]:
                 del line[name]
         lines.append(orjson.dumps(line, option=_DUMP))
@@ -323,6 +336,8 @@ def encode_completion(completion: Completion) -> bytes:
         row["model_ids"] = completion.model_ids
     if completion.usage is not None:
         row["usage"] = completion.usage
+    if completion.greedy is not None:
+        row["greedy"] = completion.greedy
     line = orjson.dumps(row, option=_DUMP)
     # NaN and infinities are written as null, which is quicker to look for than they are.
     if b"null" in line and not np.isfinite(logprobs).all():

@@ -43,7 +43,7 @@ Make = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], dict[str, Any]
 
 
 def _text(prompt: SuitePrompt) -> Make:
-    question, answer = _renderer("text", prompt.text or ""), _answers(prompt.few_shot)
+    question, answer = renderer("text", prompt.text or ""), _answers(prompt.few_shot)
     separator = "" if prompt.few_shot is None else prompt.few_shot.separator
 
     def make(row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def _text(prompt: SuitePrompt) -> Make:
 
 
 def _conversation(prompt: SuitePrompt) -> Make:
-    user, answer = _renderer("user", prompt.user or ""), _answers(prompt.few_shot)
-    system = None if prompt.system is None else _renderer("system", prompt.system)
+    user, answer = renderer("user", prompt.user or ""), _answers(prompt.few_shot)
+    system = None if prompt.system is None else renderer("system", prompt.system)
 
     def make(row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         turns = [] if system is None else [("system", system(row))]
@@ -69,10 +69,10 @@ def _conversation(prompt: SuitePrompt) -> Make:
 
 
 def _answers(few_shot: FewShot | None) -> Render:
-    return (lambda row: "") if few_shot is None else _renderer("few_shot.answer", few_shot.answer)
+    return (lambda row: "") if few_shot is None else renderer("few_shot.answer", few_shot.answer)
 
 
-def _renderer(key: str, source: str) -> Render:
+def renderer(key: str, source: str) -> Render:
     """A function that fills in the template that stands under ``key``."""
     template = _ENVIRONMENT.from_string(source)
     return lambda row: _rendered(key, source, template, row)

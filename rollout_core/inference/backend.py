@@ -64,6 +64,19 @@ class Request:
     """That the template shows to the model."""
     ends: Sequence[int] = ()
     """Tokens that end it in addition to the model's own ends; among its token ids, and not part of its text."""
+    continuation: str = ""
+    """A text whose log-probability is asked for, given the prompt: nothing is generated, and ``params`` do not count.
+    It is what the last ``scored`` of ``prompt_token_ids`` write, or where that is 0, to follow ``prompt_text``."""
+    scored: int = 0
+
+
+def scored_completion(request: Request, logprobs: Sequence[float], *, greedy: bool) -> Completion:
+    """The outcome of a request whose continuation was scored, with the log-probability of each of its tokens."""
+    token_ids = list(request.prompt_token_ids[len(request.prompt_token_ids) - request.scored :])
+    if len(token_ids) != len(logprobs):  # of an endpoint with a vocabulary of its own
+        token_ids = []
+    least = [min(logprob, 0.0) for logprob in logprobs]  # rounding may have one above 0
+    return Completion(request.key, token_ids, least, request.continuation, "stop", greedy=greedy)
 
 
 @dataclass(frozen=True)
@@ -226,6 +239,16 @@ def _openai(params: SamplingParams, backend: OpenAIBackend) -> Iterator[tuple[st
         yield "stop", f"backend 'openai' with dialect 'openai' takes at most 4 strings, got {len(params.stop)}"
 
 
+def cannot_score(backend: BackendConfig) -> str | None:
+    """Why the backend gives no log-probability of a continuation, if so."""
+    if isinstance(backend, OpenAIBackend) and backend.api == "chat":
+        return (
+            "an endpoint with api 'chat' gives no log-probabilities of prompts, by which choices are scored; take api "
+            "'completions', where the endpoint has it"
+        )
+    return None
+
+
 def _given(params: SamplingParams, names: tuple[str, ...] | list[str]) -> list[str]:
     fields = SamplingParams.model_fields
     return [name for name in names if getattr(params, name) != fields[name].get_default()]
@@ -265,7 +288,16 @@ class ScriptedEngine(GathersStream):
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         waiting = iter(requests)
         while group := self._next_group(waiting):
-            yield from self._complete(group)
+            yield from map(self._score, [request for request in group if request.scored])
+            if drawn := [request for request in group if not request.scored]:
+                yield from self._complete(drawn)
+
+    def _score(self, request: Request) -> Completion:
+        """The scripted text is certain; a token of any other has a log-probability of -1."""
+        time.sleep(self._config.delay_seconds)
+        scripted = self._config.text.replace("{prompt}", request.prompt_text)
+        is_scripted = request.continuation.strip() == scripted.strip()
+        return scored_completion(request, [is_scripted - 1.0] * request.scored, greedy=is_scripted)
 
     def _next_group(self, waiting: Iterator[Request | None]) -> list[Request]:
         """What is there now, up to the size of a group; one request where each takes its time."""

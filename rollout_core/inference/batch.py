@@ -400,6 +400,8 @@ class _BatchRun:
             messages=() if isinstance(sample.prompt, str) else sample.prompt,
             tools=sample.tools,
             ends=sample.ends,
+            continuation=sample.continuation,
+            scored=sample.scored,
         )
 
     async def commit(self, group: Sequence[Drawn]) -> None:

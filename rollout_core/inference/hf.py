@@ -16,7 +16,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.data.samples import Completion, FinishReason, TopLogprobs
 from rollout_core.data.text import decode_completions, text_tokens
-from rollout_core.inference.backend import GathersStream, ModelRef, Request
+from rollout_core.inference.backend import GathersStream, ModelRef, Request, scored_completion
 from rollout_core.models.facts import known_ids
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 
@@ -53,8 +53,29 @@ class TransformersEngine(GathersStream):
             if request is None:
                 continue
             with cpu_threads(self._config.num_threads):
-                completion = self._generate_one(request)
+                completion = self._score(request) if request.scored else self._generate_one(request)
             yield completion
+
+    def _score(self, request: Request) -> Completion:
+        """Among all ids, as any other harness scores them, also where the vocabulary is padded."""
+        import torch
+
+        ids = torch.tensor([list(request.prompt_token_ids)], device=self._policy.device)
+        continuation_T = ids[0, -request.scored :]
+        with torch.no_grad():
+            logits_TV = self._policy(ids[:, :-1]).logits[0, -request.scored :].float()
+        self._refuse_nan(logits_TV)
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, continuation_T[:, None])[:, 0]
+        return scored_completion(
+            request, logprobs_T.tolist(), greedy=bool((logits_TV.argmax(-1) == continuation_T).all())
+        )
+
+    def _refuse_nan(self, logits: Any) -> None:
+        if logits.isnan().any():
+            raise ConfigError(
+                f"the model {self._model.folder} gives logits that are not numbers: its weights are broken, or "
+                f"backend.dtype {self._config.dtype!r} is too small for them"
+            )
 
     def _generate_one(self, request: Request) -> Completion:
         import torch
@@ -73,11 +94,7 @@ class TransformersEngine(GathersStream):
                 output = self._policy(inputs, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 logits_V = penalized(output.logits[0, -1].float(), params, request.prompt_token_ids, token_ids)
-                if logits_V.isnan().any():
-                    raise ConfigError(
-                        f"the model {self._model.folder} gives logits that are not numbers: its weights are broken, or "
-                        f"backend.dtype {self._config.dtype!r} is too small for them"
-                    )
+                self._refuse_nan(logits_V)
                 if self._known_ids is not None:
                     logits_V[self._known_ids :] = -torch.inf
                 if len(token_ids) < params.min_tokens:

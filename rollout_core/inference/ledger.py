@@ -90,7 +90,8 @@ class Answer(NamedTuple):
     def of(cls, attempt: Attempt, outcome: Outcome, params: SamplingParams) -> Answer:
         """What is kept of an outcome. A completion that cannot be kept fails its own sample, and not the run."""
         if not isinstance(outcome, Failure):
-            problem = problem_with(outcome.token_ids, outcome.logprobs, params)
+            is_scored = outcome.greedy is not None  # of tokens that were given, by no parameters
+            problem = None if is_scored else problem_with(outcome.token_ids, outcome.logprobs, params)
             try:
                 if problem is not None:
                     raise Fatal(f"the backend's completion cannot be kept: {problem}")
@@ -392,7 +393,11 @@ def _requests(samples: Sequence[Sample], mode: RolloutMode, source: ContentId) -
         trusted(
             EnqueueRolloutRequest,
             {
-                "input": {"prompt": sample.prompt, "index": sample.index},
+                "input": {
+                    "prompt": sample.prompt,
+                    "index": sample.index,
+                    **({"continuation": sample.continuation} if sample.continuation else {}),
+                },
                 "mode": mode,
                 "resources_id": None,
                 "config": None,

@@ -15,9 +15,11 @@ from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused, Unpaid, look_once
 from rollout_core.inference.endpoint_stream import EndpointStream
 from rollout_core.inference.openai_wire import (
+    NoPromptLogprobs,
     OtherDialect,
     body_of,
     longest_answer,
+    no_scores,
     no_vllm,
     outcome_of,
     path_of,
@@ -68,6 +70,10 @@ class OpenAIEngine(EndpointStream):
         try:
             # Off the loop: tokenising a long text holds up no other request.
             outcome = await asyncio.to_thread(outcome_of, config, tokenizer, request, answer, self._vocab_size)
+        except NoPromptLogprobs:
+            if not self._understood:
+                raise no_scores(config.url) from None
+            raise Malformed("it does not repeat the prompt with log-probabilities") from None
         except OtherDialect:
             if not self._understood:
                 raise no_vllm(config) from None

@@ -13,9 +13,17 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import JsonSchemaOutput, OpenAIBackend
+from rollout_core.data.continuations import moved_spaces
 from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_as_streamed, decode_completions, text_tokens
-from rollout_core.inference.backend import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
+from rollout_core.inference.backend import (
+    LOGPROB_NOISE,
+    Request,
+    problem_with,
+    problem_with_text,
+    scored_completion,
+    vllm_constraint,
+)
 from rollout_core.inference.endpoint import Malformed, counted_tokens
 from rollout_core.models.messages import openai_messages
 
@@ -47,6 +55,8 @@ def path_of(config: OpenAIBackend) -> str:
 def body_of(config: OpenAIBackend, served: str, tokenizer: Any, request: Request) -> dict[str, Any]:
     """The JSON body of a request. Every value that a server could have another default for is given."""
     params = request.params
+    if request.continuation:
+        return _scoring_body(config, served, tokenizer, request)
     body: dict[str, Any] = {
         "model": served,
         "temperature": params.temperature,
@@ -79,6 +89,25 @@ def _prompt(config: OpenAIBackend, tokenizer: Any, request: Request) -> dict[str
     return {"prompt": request.prompt_text or tokenizer.decode(list(request.prompt_token_ids))}
 
 
+def _scoring_body(config: OpenAIBackend, served: str, tokenizer: Any, request: Request) -> dict[str, Any]:
+    """The prompt with its continuation, to be repeated with log-probabilities; no server takes 0 tokens to draw of all
+    that repeat."""
+    body = {"model": served, "max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1}
+    if config.dialect == "vllm":
+        named = {"return_tokens_as_token_ids": True}
+        return {**body, **named, "prompt": list(request.prompt_token_ids)}
+    prompt, continuation = _scored_text(tokenizer, request)
+    return {**body, "prompt": prompt + continuation}
+
+
+def _scored_text(tokenizer: Any, request: Request) -> tuple[str, str]:
+    """The prompt and its continuation, as they are tokenised at an endpoint."""
+    prompt = request.prompt_text
+    if not prompt and request.scored:  # a conversation
+        prompt = tokenizer.decode(list(request.prompt_token_ids[: -request.scored]))
+    return moved_spaces(prompt, request.continuation)
+
+
 def _one_user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -106,6 +135,10 @@ def _vllm_fields(config: OpenAIBackend, tokenizer: Any, request: Request) -> dic
     return fields
 
 
+class NoPromptLogprobs(Exception):
+    """The answer does not repeat the prompt with log-probabilities."""
+
+
 class OtherDialect(Exception):
     """The answer lacks what every answer in the configured dialect has."""
 
@@ -114,6 +147,8 @@ def longest_answer(request: Request) -> int:
     """Bytes that no honest answer to ``request`` exceeds."""
     params = request.params
     tokens = params.max_tokens * (2 + params.logprobs) + len(request.prompt_token_ids)
+    if request.continuation:  # each token of the prompt comes with the likeliest one; a token has a byte or more
+        tokens = 3 * max(len(request.prompt_token_ids), len((request.prompt_text + request.continuation).encode()))
     return _REST_BYTES + tokens * _TOKEN_BYTES
 
 
@@ -122,9 +157,12 @@ def outcome_of(
 ) -> Outcome:
     """The outcome of a whole answer. It may take a second to compute: not for an event loop.
 
-    Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect.
+    Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect,
+    NoPromptLogprobs where it cannot score a continuation.
     """
     choice = _only_choice(answer)
+    if request.continuation:
+        return _scored(config, tokenizer, request, choice)
     reason = _text(choice.get("finish_reason"), "finish_reason")
     if reason not in ("stop", "length"):
         # An abort is the server's doing and may go away; a filter will answer the same again.
@@ -145,6 +183,45 @@ def outcome_of(
     if config.dialect == "openai":
         return _retokenised(tokenizer, request, text or "", reason, vocab_size)
     return _sampled(config, tokenizer, request, choice, text, vocab_size)
+
+
+def _scored(config: OpenAIBackend, tokenizer: Any, request: Request, choice: Mapping[str, Any]) -> Completion:
+    """The log-probabilities of the continuation's tokens among those of all that was sent, and one that was drawn."""
+    if choice.get("logprobs") is None:
+        raise NoPromptLogprobs
+    found = _object(choice["logprobs"], "logprobs")
+    names = _names(_list(found.get("tokens"), "logprobs.tokens"))
+    logprobs = _list(found.get("token_logprobs"), "token_logprobs")
+    tops = _list(found.get("top_logprobs"), "top_logprobs")
+    if not len(names) == len(logprobs) == len(tops):
+        raise Malformed(f"{len(names)} tokens, log-probabilities of {len(logprobs)}, likeliest ones of {len(tops)}")
+    if config.dialect == "vllm":
+        end = len(request.prompt_token_ids)
+        if names[:end] != [f"{_TOKEN_ID}{token}" for token in request.prompt_token_ids]:
+            raise NoPromptLogprobs
+        places = range(end - request.scored, end)
+    else:
+        offsets = _list(found.get("text_offset"), "text_offset")
+        places = _places_behind(_scored_text(tokenizer, request), offsets, len(names))
+    scored = _numbers(logprobs[place] for place in places)
+    if not scored or max(scored) > LOGPROB_NOISE:
+        raise Malformed("no log-probability of the continuation" if not scored else "a log-probability above 0")
+    likeliest = [max(_numbers(_object(tops[place], "top_logprobs").values()), default=0.0) for place in places]
+    return scored_completion(
+        request, scored, greedy=all(own >= most for own, most in zip(scored, likeliest, strict=True))
+    )
+
+
+def _places_behind(texts: tuple[str, str], offsets: Sequence[Any], count: int) -> list[int]:
+    """Places of the tokens that write the second text, which begins within the first of them."""
+    if len(offsets) != count or any(type(offset) is not int for offset in offsets):
+        raise NoPromptLogprobs
+    begin, end = len(texts[0]), len(texts[0]) + len(texts[1])
+    ends = [*offsets[1:], end]
+    found = [place for place in range(count) if ends[place] > begin and offsets[place] < end]
+    if not found or offsets[found[0]] > begin:
+        raise NoPromptLogprobs
+    return found
 
 
 def _retokenised(tokenizer: Any, request: Request, text: str, reason: FinishReason, vocab_size: int) -> Completion:
@@ -364,6 +441,15 @@ def _text(value: Any, what: str) -> str:
 
 def _kind(value: Any) -> str:
     return _JSON_KINDS.get(type(value), type(value).__name__)
+
+
+def no_scores(url: str) -> ConfigError:
+    """The error for an endpoint that has never scored a continuation."""
+    return ConfigError(
+        f"{url} answers without log-probabilities of the prompt (echo = true, logprobs = 1), by which choices are "
+        "scored; vllm serve gives them under /v1/completions. Evaluate the model's own files, or leave the suites of "
+        "choices out"
+    )
 
 
 def no_vllm(config: OpenAIBackend) -> ConfigError:

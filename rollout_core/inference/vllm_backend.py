@@ -33,7 +33,7 @@ from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.config.inference import CPU_BLOCK_SIZE
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, text_tokens
-from rollout_core.inference.backend import GathersStream, ModelRef, Request, vllm_constraint
+from rollout_core.inference.backend import GathersStream, ModelRef, Request, scored_completion, vllm_constraint
 from rollout_core.inference.engine_process import (
     BINDING,
     EAGER,
@@ -267,6 +267,8 @@ class VLLMEngine(GathersStream):
                     frequency_penalty=params.frequency_penalty,
                     structured_outputs=_structured_outputs(params.structured),
                     logprobs=params.logprobs,
+                    # vLLM reads no cached prefix of such a request: what is cached has no log-probabilities.
+                    prompt_logprobs=0 if request.scored else None,
                     flat_logprobs=True,
                     # Only stop strings need text while generating.
                     detokenize=bool(params.stop),
@@ -292,6 +294,9 @@ class VLLMEngine(GathersStream):
                 # An aborted request may well go through another time.
                 reason = f"the engine ended it with {best.finish_reason!r}"
                 yield Failure(request.key, reason, passing=best.finish_reason in ("abort", "error"))
+                continue
+            if request.scored:
+                yield _scored(request, output.prompt_logprobs)  # pyright: ignore[reportArgumentType]
                 continue
             flat: FlatLogprobs = best.logprobs  # pyright: ignore[reportAssignmentType]
             yield Completion(
@@ -378,6 +383,14 @@ class VLLMEngine(GathersStream):
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()
+
+
+def _scored(request: Request, flat: FlatLogprobs) -> Completion:
+    """Prompts' log-probabilities are those of the plain logits, whatever ``logprobs_mode`` says; the first token has
+    none, and each other one stands first at its place."""
+    starts = flat.start_indices[-request.scored :]
+    is_likeliest = [flat.ranks[start] == 1 for start in starts]
+    return scored_completion(request, [flat.logprobs[start] for start in starts], greedy=all(is_likeliest))
 
 
 def _structured_outputs(structured: StructuredOutput | None) -> Any:

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_core.config import DatasetSource, EvalConfig, Suite
+from rollout_core.config import ChoiceScorer, DatasetSource, EvalConfig, Suite
+from rollout_core.data.continuations import SCORING, encode_continuations
 from rollout_core.data.datasets import PromptRow, TaskRow
+from rollout_core.data.samples import refuse_long_prompts
+from rollout_core.evaluation.choices import continued
 from rollout_core.evaluation.prompts import render_prompts
+from rollout_core.inference.backend import cannot_score
 from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import context_limit
@@ -33,6 +37,8 @@ def plan_suites(config: EvalConfig, base: Path, connections: Connections | None 
 
 def _questions(plan: LearnerPlan, suite: Suite, config: EvalConfig) -> str | None:
     what = f"suite {suite.name}"
+    if isinstance(suite.scorer, ChoiceScorer):
+        return _choices(plan, suite, suite.scorer, what, config)
     plan.sampling(f"{what}: sampling", suite.sampling, config.backend)
     rows = _prompts(plan, suite, what)
     key = f"{what}: rows.{suite.rows.address_key}"
@@ -42,6 +48,29 @@ def _questions(plan: LearnerPlan, suite: Suite, config: EvalConfig) -> str | Non
     plan.prompts(key, rows, context_limit(config.backend), suite.sampling)
     plan.answers(key, rows, suite.scorer)
     return f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
+
+
+def _choices(plan: LearnerPlan, suite: Suite, scorer: ChoiceScorer, what: str, config: EvalConfig) -> str | None:
+    problem = cannot_score(config.backend)
+    if problem is not None:
+        plan.violations.append(f"{what}: scorer: {problem}")
+    rows = _prompts(plan, suite, what)
+    if not rows:
+        return None
+    pairs = plan.check(f"{what}: scorer", lambda: continued(scorer, rows))
+    if pairs is None:
+        return None
+    limit = context_limit(config.backend) or plan.max_positions
+
+    def fits() -> None:
+        encoded = encode_continuations(plan.load_tokenizer(), pairs)
+        if limit is not None:
+            refuse_long_prompts([ids for ids, _ in encoded], SCORING.max_tokens, limit)
+
+    if plan.model_facts is not None:
+        plan.check(f"{what}: rows.{suite.rows.address_key}", fits)
+        plan.conversations(f"{what}: rows.{suite.rows.address_key}", rows)
+    return f"{len(rows)}, {len(pairs)} choices"
 
 
 def _prompts(plan: LearnerPlan, suite: Suite, what: str) -> Sequence[PromptRow] | None:
