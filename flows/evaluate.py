@@ -8,10 +8,11 @@ from prefect import flow
 
 from flows.evaluation import judge_of
 from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, ChoiceScorer, EvalConfig, Suite
+from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, Suite
 from rollout_core.data.continuations import SCORING
 from rollout_core.evaluation.metrics import Metric
 from rollout_core.evaluation.reports import SuiteReport
+from rollout_core.inference.endpoint_model import endpoint_id
 from rollout_core.inference.engines import close_engine
 from rollout_core.plans.plan import context_limit
 from rollout_core.plans.suite_plan import plan_suites
@@ -22,7 +23,7 @@ from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.run_record import record_refusal
 from tasks.score import score_rewards
-from tasks.suites import enqueue_choices, render_suite, report_choices, report_suite
+from tasks.suites import enqueue_choices, enqueue_texts, render_suite, report_choices, report_suite
 
 
 class Evaluated(TypedDict):
@@ -41,26 +42,38 @@ def evaluate_suites(config: EvalConfig) -> Evaluated:
 
 @pipeline(plan_suites, closes=(close_engine,))
 def _evaluate(config: EvalConfig, journal: Journal) -> Evaluated:
-    model = import_model(config.model).model
-    reports = [evaluate_suite(suite, model, config.backend) for suite in config.suites]
+    model, backend = _answering(config)
+    reports = [evaluate_suite(suite, model, backend) for suite in config.suites]
     end_of_stages()
     journal.outcome = Outcome(facts={report.suite: ", ".join(map(_in_words, report.metrics)) for report in reports})
     return Evaluated(model=model, reports=[report.model_dump(mode="json") for report in reports])
 
 
-def evaluate_suite(suite: Suite, model: ContentId, backend: BackendConfig) -> SuiteReport:
+def _answering(config: EvalConfig) -> tuple[ContentId, AnyBackend]:
+    """The id of the model, and what answers for it."""
+    if isinstance(config.model, EndpointModel):
+        return endpoint_id(config.model), config.model
+    return import_model(config.model).model, config.backend
+
+
+def evaluate_suite(suite: Suite, model: ContentId, backend: AnyBackend) -> SuiteReport:
     """What ``model`` answers to a suite, in cached stages. The engine stays for the next suite; whoever calls this ends
-    it."""
-    label, prompts, limit = suite.name, _prompts(suite, suite.name), context_limit(backend)
-    failed = "stop" if suite.failed == "fail" else "leave_out"
+    it. Each answer is kept as it comes, also where the engine would not give it again to the last bit."""
+    label, prompts = suite.name, _prompts(suite, suite.name)
+    is_here = not isinstance(backend, EndpointModel)  # and not only at an endpoint
+    limit = context_limit(backend) if is_here else None
+    options = {"mode": "test", "deterministic": False, "failed": "stop" if suite.failed == "fail" else "leave_out"}
     if isinstance(suite.scorer, ChoiceScorer):
-        asked = enqueue_choices(prompts, model, suite.scorer, max_model_len=limit, label=label)
-        completions = batch_inference(asked, SCORING, backend, mode="test", failed=failed, label=label)
+        asked = enqueue_choices(prompts, model, suite.scorer, max_model_len=limit, tokenised=is_here, label=label)
+        completions = batch_inference(asked, SCORING, backend, **options, label=label)
         return report_choices(suite, prompts, completions, asked.samples, label=label)
-    sampling, judge = suite.sampling, judge_of(suite.scorer)
-    options = {"samples_per_prompt": suite.samples, "max_model_len": limit, "mode": "test"}
-    asked = enqueue_prompts(prompts, model, sampling, **options, label=label)
-    completions = batch_inference(asked, sampling, backend, mode="test", failed=failed, label=label)
+    sampling, count, judge = suite.sampling, suite.samples, judge_of(suite.scorer)
+    if is_here:
+        about = {"samples_per_prompt": count, "max_model_len": limit, "mode": "test"}
+        asked = enqueue_prompts(prompts, model, sampling, **about, label=label)
+    else:
+        asked = enqueue_texts(prompts, model, sampling, samples_per_prompt=count, label=label)
+    completions = batch_inference(asked, sampling, backend, **options, label=label)
     scores = score_rewards(completions, judge.reward, judge.source, label=label)
     filed = suite.model_copy(update={"scorer": judge.reward})
     whole = asked.samples if completions.num_left_out else None

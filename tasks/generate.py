@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config import BackendConfig, SamplingParams
+from rollout_core.config import AnyBackend, SamplingParams
 from rollout_core.data import curriculum, partial_rollouts
 from rollout_core.data.curriculum import OpenPrompts, PromptOrder
 from rollout_core.data.datasets import PromptRow, parse_rows
@@ -18,7 +18,7 @@ from rollout_core.inference.training_samples import Failed, FailedSamples
 from rollout_core.objects.records import Completions, PromptSet, Record, Scores
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections
-from tasks.runtime.generation import Generation, enqueue, generate, model_here
+from tasks.runtime.generation import Generation, enqueue, generate, model_for, model_here
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage, stage
@@ -95,7 +95,7 @@ def enqueue_prompts(
 def batch_inference(
     prompts: PromptSet,
     sampling: SamplingParams,
-    backend: BackendConfig,
+    backend: AnyBackend,
     *,
     mode: RolloutMode = "train",
     deterministic: bool = True,
@@ -133,11 +133,11 @@ class Help(Record):
 
 @stage(version=1, cached=False, retries=0, concurrency="engine", time="generating")
 def help_inference(
-    prompts: PromptSet, sampling: SamplingParams, backend: BackendConfig, *, deterministic: bool = True, label: str = ""
+    prompts: PromptSet, sampling: SamplingParams, backend: AnyBackend, *, deterministic: bool = True, label: str = ""
 ) -> Help:
     """Complete samples of a set that its worker has not claimed yet; returns at once where there are none."""
     samples = decode_samples(current_stage().objects.get_bytes(prompts.samples))
-    run = Generation(model_here(prompts.model), backend, shared_with(), deterministic=deterministic)
+    run = Generation(model_for(prompts.model, backend), backend, shared_with(), deterministic=deterministic)
     work = run.assist(assist, samples, sampling)
     stage_logger().info("%d samples generated for another worker", work.samples)
     return Help(num_samples=work.samples)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollout_core.base.ids import ContentId
-from rollout_core.config import ChoiceScorer, Suite, SuitePrompt
-from rollout_core.data.continuations import scored_samples
+from rollout_core.config import ChoiceScorer, SamplingParams, Suite, SuitePrompt
+from rollout_core.data.continuations import scored_samples, scored_texts
 from rollout_core.data.datasets import PromptRow, TaskRow, parse_rows, to_jsonl
-from rollout_core.data.samples import file_samples
+from rollout_core.data.samples import Sample, file_samples, untokenised_samples
 from rollout_core.evaluation import choices, reports
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.reports import SuiteReport
@@ -33,17 +35,40 @@ def render_suite(rows: ContentId, examples: ContentId | None, prompt: SuitePromp
 
 
 @stage(version=1)
-def enqueue_choices(
-    prompts: ContentId, model: ContentId, scorer: ChoiceScorer, *, max_model_len: int | None = None, label: str = ""
+def enqueue_texts(
+    prompts: ContentId, model: ContentId, sampling: SamplingParams, *, samples_per_prompt: int = 1, label: str = ""
 ) -> PromptSet:
-    """Make a sample of each choice of a suite's rows, to be scored behind the row's prompt, and enqueue them."""
+    """Turn prompt rows into samples of a model at an endpoint, which has the tokenizer, and enqueue them."""
+    objects = current_stage().objects
+    rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
+    options = {"model": model, "params": sampling, "samples_per_prompt": samples_per_prompt}
+    return _enqueued(untokenised_samples(rows, **options), model)
+
+
+@stage(version=1)
+def enqueue_choices(
+    prompts: ContentId,
+    model: ContentId,
+    scorer: ChoiceScorer,
+    *,
+    max_model_len: int | None = None,
+    tokenised: bool = True,
+    label: str = "",
+) -> PromptSet:
+    """Make a sample of each choice of a suite's rows, to be scored behind the row's prompt, and enqueue them. Those of
+    a model at an endpoint are not ``tokenised``."""
     objects = current_stage().objects
     rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
     pairs = choices.continued(scorer, rows)
-    samples = scored_samples(model_here(model).folder, pairs, model=model, max_model_len=max_model_len)
-    filed = file_samples(objects, samples, model)
+    if not tokenised:
+        return _enqueued(scored_texts(pairs, model=model), model)
+    return _enqueued(scored_samples(model_here(model).folder, pairs, model=model, max_model_len=max_model_len), model)
+
+
+def _enqueued(samples: Sequence[Sample], model: ContentId) -> PromptSet:
+    filed = file_samples(current_stage().objects, samples, model)
     enqueue(samples, source=filed.samples, mode="test")
-    stage_logger().info("%d choices of %d questions enqueued for model %s", len(samples), len(rows), model.short)
+    stage_logger().info("%d samples enqueued for model %s", len(samples), model.short)
     return filed
 
 

@@ -30,7 +30,8 @@ ModelToEvaluate = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Folder, GGUF file, hub id, or content id, or its first digits, at least 8; latest: the served model.",
+        help="Folder, GGUF file, hub id, or content id, or its first digits, at least 8; latest: the served model; or "
+        "the URL of an endpoint, up to and with its version, such as https://api.openai.com/v1.",
     ),
 ]
 EvaluatedName = Annotated[
@@ -52,6 +53,17 @@ def eval_run(
         Literal["vllm", "transformers", "openai", "scripted"] | None,
         typer.Option("--backend", help="What generates; its keys by --set, such as --set backend.max_model_len=512."),
     ] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--served-model", help="Of an endpoint: name of the model there.")
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", help="Of an endpoint's model: what you call its present state; another asks anew."),
+    ] = None,
+    api: Annotated[
+        Literal["chat", "completions", "anthropic"] | None,
+        typer.Option("--api", help="Of an endpoint: what it is asked by; chat is the default."),
+    ] = None,
     output: Format = "text",
     dry_run: DryRun = False,
     refresh: Annotated[
@@ -65,7 +77,8 @@ def eval_run(
     with one_line_errors(debug):
         if dry_run:
             look_ahead()
-        tables = {"model": {"uri": served_id(resource) if model == "latest" else model}, "suites": _suites(suite)}
+        given = {"--served-model": served_model, "--revision": revision, "--api": api, "--backend": backend}
+        tables = {"model": _model(model, given, resource), "suites": _suites(suite)}
         given = {} if backend is None else {"backend.kind": backend}
         given |= {"run.refresh": True} if refresh else {}
         overrides, options = given | parse_overrides(set_), {"backend.kind": "--backend", "run.refresh": "--refresh"}
@@ -147,6 +160,26 @@ def eval_compare(
             _print_comparison(comparison, limit)
         for problem in problems:
             typer.echo(problem)
+
+
+def _model(model: str, options: Mapping[str, str | None], resource: str) -> dict[str, str]:
+    """The table of the model that a command names. Raises ConfigError for options that are of another one."""
+    is_endpoint = model.startswith(("http://", "https://"))
+    given = {name for name, value in options.items() if value is not None}
+    wrong = sorted(given & ({"--backend"} if is_endpoint else set(_OF_ENDPOINTS)))
+    if wrong and is_endpoint:
+        raise ConfigError("--backend: an endpoint's own model answers there; leave it out")
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: of a model at an endpoint; give its URL as MODEL, or leave it out")
+    if not is_endpoint:
+        return {"uri": served_id(resource) if model == "latest" else model}
+    if options["--served-model"] is None:
+        raise ConfigError(f"{model} is an endpoint; name its model by --served-model")
+    named = {key: options[name] for name, key in _OF_ENDPOINTS.items() if name in given}
+    return {"kind": "endpoint", "url": model, **{key: value for key, value in named.items() if value is not None}}
+
+
+_OF_ENDPOINTS = {"--served-model": "model", "--revision": "revision", "--api": "api"}
 
 
 def _suites(files: Sequence[Path]) -> list[dict[str, Any]]:

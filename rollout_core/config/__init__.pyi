@@ -55,10 +55,12 @@ from .experience import (
 )
 from .inference import (
     AdaptConfig as AdaptConfig,
+    AnyBackend as AnyBackend,
     BackendConfig as BackendConfig,
     ChoiceOutput as ChoiceOutput,
     DaskCluster as DaskCluster,
     DaskConfig as DaskConfig,
+    EndpointModel as EndpointModel,
     EngineConfig as EngineConfig,
     GrammarOutput as GrammarOutput,
     JsonSchemaOutput as JsonSchemaOutput,

@@ -374,9 +374,60 @@ class OpenAIBackend(Settings, TokenPrices):
         }
 
 
+class EndpointModel(Settings):
+    """A model at an endpoint, whose files are not here. Its answers count as those of ``model`` in ``revision`` at this
+    address."""
+
+    batch_invariant: ClassVar[bool] = False
+    owns_batches: ClassVar[bool] = False
+
+    kind: Literal["endpoint"]
+    url: EndpointAddress
+    """Up to and with the version, such as ``https://api.openai.com/v1``."""
+    api: Literal["chat", "completions", "anthropic"] = "chat"
+    """``chat``: posted to ``/chat/completions``; ``completions``: plain texts to ``/completions``; ``anthropic``: to
+    ``/messages``."""
+    model: str = Field(min_length=1)
+    """Name of the model at the endpoint."""
+    revision: str = Field(default="", max_length=200)
+    """What you call the model's present state, such as a date. Another one has every question asked anew."""
+    api_key: str | None = Field(default=None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """NAME of the secret that is the endpoint's key: ``ROLLOUT_SECRET_<NAME>`` in the worker's environment, where
+    ``ROLLOUT_SECRETS`` must list it."""
+    body: dict[str, Any] = Field(default={})
+    """Further keys of each request's body. With ``max_completion_tokens`` among them ``max_tokens`` is not sent."""
+    leave_out: tuple[str, ...] = ()
+    """Keys of the body that are not sent, such as ``temperature``, which some models refuse."""
+    max_concurrency: int = Field(default=16, ge=1)
+    """Most requests under way. They become fewer while the endpoint answers 429, and more again afterwards."""
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Most requests a minute. Default: any number."""
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+    """Most tokens a minute, of prompts and answers. Default: any number."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for an answer. Then the request is tried again."""
+    max_retries: int = Field(default=6, ge=0)
+    """Further tries after answers 408, 425, 429 and 5xx and lost connections."""
+    backoff_seconds: float = Field(default=1.0, gt=0)
+    """Wait before the first further try; doubled for each one after, up to a minute. Where the endpoint asks for a
+    longer wait (Retry-After), that counts."""
+
+    @property
+    def uri(self) -> str:
+        """Which model it is, for people."""
+        return f"{self.model} at {self.url}" + (f" ({self.revision})" if self.revision else "")
+
+    def cache_identity(self) -> Any:
+        """What decides an answer."""
+        named = ("kind", "url", "api", "model", "revision", "body", "leave_out")
+        return self.model_dump(mode="json", include=set(named))
+
+
 EngineConfig = VLLMBackend | TransformersBackend | ScriptedBackend
 """Backends whose weights are ours to replace; training needs one of these."""
 BackendConfig = EngineConfig | OpenAIBackend
+AnyBackend = BackendConfig | EndpointModel
+"""All that answers."""
 
 
 class AdaptConfig(Settings):

@@ -23,6 +23,7 @@ from rollout_core.config.base import (
 from rollout_core.config.evaluation import Suite
 from rollout_core.config.inference import (
     BackendConfig,
+    EndpointModel,
     EngineConfig,
     PlacementConfig,
     SamplingParams,
@@ -373,10 +374,10 @@ class EvalConfig(PlacedRun):
     """`rollout eval run`."""
 
     run: RunInfo = RunInfo(name="eval")
-    model: ModelSource
-    """The model that answers."""
+    model: ModelSource | EndpointModel
+    """The model that answers: its files, or one at an endpoint."""
     backend: BackendConfig = VLLMBackend()
-    """What generates its answers."""
+    """What generates the answers of a model whose files are here."""
     suites: tuple[Suite, ...]
     """What it is asked."""
 

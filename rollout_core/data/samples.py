@@ -194,6 +194,14 @@ def samples_of_model(
     )
 
 
+def untokenised_samples(
+    rows: Sequence[PromptRow], *, model: ContentId, params: SamplingParams, samples_per_prompt: int
+) -> list[Sample]:
+    """`make_samples` for a model whose tokenizer is elsewhere, as at an endpoint."""
+    occurrences, identities = occurrences_of(map(_prompt_key, rows)), identities_of(model, params, None)
+    return identify(rows, [[] for _ in rows], occurrences, identities, samples_per_prompt=samples_per_prompt)
+
+
 def ends_of(folder: Path, tokenizer: Any, rows: Sequence[PromptRow], params: SamplingParams) -> list[int]:
     """Tokens that end the conversations among the rows in addition to the ends of the model in a folder."""
     if params.ignore_eos or all(row.messages is None for row in rows):

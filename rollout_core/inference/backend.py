@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import (
-    BackendConfig,
+    AnyBackend,
     ChoiceOutput,
+    EndpointModel,
     GrammarOutput,
     JsonSchemaOutput,
     OpenAIBackend,
@@ -87,7 +88,7 @@ class ModelRef:
     folder: Path
 
 
-def generator_id(backend: BackendConfig) -> str:
+def generator_id(backend: AnyBackend) -> str:
     """What answers besides the model: software, dtype and device, as far as they decide what is generated."""
     return content_id("generator/1", identity(backend)).short
 
@@ -201,7 +202,7 @@ def problem_with_text(text: str, params: SamplingParams) -> str | None:
     )
 
 
-def unsupported(params: SamplingParams, backend: BackendConfig) -> Iterator[tuple[str, str]]:
+def unsupported(params: SamplingParams, backend: AnyBackend) -> Iterator[tuple[str, str]]:
     """Fields of ``params`` that the backend cannot honour, and why."""
     match backend:
         case VLLMBackend():
@@ -218,6 +219,8 @@ def unsupported(params: SamplingParams, backend: BackendConfig) -> Iterator[tupl
                 yield "logprobs", f"backend 'openai' with api 'chat' has at most {_MAX_CHAT_LOGPROBS}"
         case OpenAIBackend():
             yield from _openai(params, backend)
+        case EndpointModel():
+            yield from _endpoint(params, backend)
 
 
 def _vllm(params: SamplingParams) -> Iterator[tuple[str, str]]:
@@ -239,12 +242,25 @@ def _openai(params: SamplingParams, backend: OpenAIBackend) -> Iterator[tuple[st
         yield "stop", f"backend 'openai' with dialect 'openai' takes at most 4 strings, got {len(params.stop)}"
 
 
-def cannot_score(backend: BackendConfig) -> str | None:
+def _endpoint(params: SamplingParams, backend: EndpointModel) -> Iterator[tuple[str, str]]:
+    is_anthropic = backend.api == "anthropic"
+    names = (*_NOT_OPENAI, "structured")
+    if is_anthropic:
+        names = (*(name for name in names if name != "top_k"), "presence_penalty", "frequency_penalty")
+    for name in _given(params, names):
+        yield name, f"an endpoint with api {backend.api!r} knows no such field; leave it out"
+    if is_anthropic and params.temperature > 1:
+        yield "temperature", f"api 'anthropic' takes at most 1, got {params.temperature:g}"
+    if not is_anthropic and len(params.stop) > 4:
+        yield "stop", f"an endpoint with api {backend.api!r} takes at most 4 strings, got {len(params.stop)}"
+
+
+def cannot_score(backend: AnyBackend) -> str | None:
     """Why the backend gives no log-probability of a continuation, if so."""
-    if isinstance(backend, OpenAIBackend) and backend.api == "chat":
+    if isinstance(backend, OpenAIBackend | EndpointModel) and backend.api != "completions":
         return (
-            "an endpoint with api 'chat' gives no log-probabilities of prompts, by which choices are scored; take api "
-            "'completions', where the endpoint has it"
+            f"an endpoint with api {backend.api!r} gives no log-probabilities of prompts, by which choices are scored; "
+            "take api 'completions', where the endpoint has it"
         )
     return None
 

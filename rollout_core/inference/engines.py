@@ -24,7 +24,14 @@ from typing import Any, TypeVar
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.base.stopping import children, in_thread, is_stopping, kill_children, raise_if_stopping
-from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
+from rollout_core.config import (
+    AnyBackend,
+    EndpointModel,
+    OpenAIBackend,
+    ScriptedBackend,
+    TransformersBackend,
+    VLLMBackend,
+)
 from rollout_core.inference.backend import InferenceBackend, ModelRef, ScriptedEngine
 from rollout_core.inference.lanes import Lanes
 from rollout_core.models.pretrained import tokenizer_files, with_defaults
@@ -35,10 +42,14 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 
 
-def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
+def build_backend(config: AnyBackend, model: ModelRef) -> InferenceBackend:
     """A new backend with ``model`` loaded."""
     if isinstance(config, ScriptedBackend):
         return ScriptedEngine(config, model)
+    if isinstance(config, EndpointModel):
+        from rollout_core.inference.endpoint_model import EndpointEngine
+
+        return EndpointEngine(config, model)
     if isinstance(config, TransformersBackend):
         from rollout_core.inference.hf import TransformersEngine
 
@@ -80,7 +91,7 @@ class _Architecture:
 class _Resident:
     """The engine of a pool."""
 
-    config: BackendConfig
+    config: AnyBackend
     architecture: _Architecture
     backend: InferenceBackend
     lanes: Lanes
@@ -88,7 +99,7 @@ class _Resident:
     suspect: bool = False
     """A failure during its use may have left it in any state: nobody else joins, and its last user drops it."""
 
-    def suits(self, config: BackendConfig, architecture: _Architecture) -> bool:
+    def suits(self, config: AnyBackend, architecture: _Architecture) -> bool:
         """Whether it needs other weights at most."""
         return not self.suspect and self.config == config and self.architecture.suits(architecture)
 
@@ -109,7 +120,7 @@ class EnginePool:
         self._closes_at_exit = False
 
     @contextmanager
-    def use(self, config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[_Resident]:
+    def use(self, config: AnyBackend, model: ModelRef, say: Callable[[str], None]) -> Iterator[_Resident]:
         """The engine with ``model`` in it, which stays when the block ends. ``say`` receives lines about its start."""
         resident = self._enter(config, model, say)
         try:
@@ -187,7 +198,7 @@ class EnginePool:
                 self._is_preparing = False
                 self._changed.notify_all()
 
-    def _enter(self, config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> _Resident:
+    def _enter(self, config: AnyBackend, model: ModelRef, say: Callable[[str], None]) -> _Resident:
         architecture = _architecture(model, config)
         with self._changed:
             while not self._is_unused():
@@ -204,7 +215,7 @@ class EnginePool:
         return resident
 
     def _prepare(
-        self, config: BackendConfig, model: ModelRef, architecture: _Architecture, say: Callable[[str], None]
+        self, config: AnyBackend, model: ModelRef, architecture: _Architecture, say: Callable[[str], None]
     ) -> _Resident:
         if self._resident is not None and not self._resident.suits(config, architecture):
             self._drop()
@@ -240,7 +251,7 @@ _pool = EnginePool()
 
 
 @contextmanager
-def engine(config: BackendConfig, model: ModelRef, say: Callable[[str], None] = log.info) -> Iterator[InferenceBackend]:
+def engine(config: AnyBackend, model: ModelRef, say: Callable[[str], None] = log.info) -> Iterator[InferenceBackend]:
     """This process's engine with ``model`` in it, as `EnginePool.use` gives it."""
     with _pool.use(config, model, say) as resident:
         yield resident.backend
@@ -265,7 +276,7 @@ def close_engine() -> None:
 class EngineOf:
     """A model on a backend, started when it is opened: the engine that batch inference is given."""
 
-    config: BackendConfig
+    config: AnyBackend
     model: ModelRef
     say: Callable[[str], None] = log.info
     """Receives a line when the engine starts, which may take long, and one when it is ready."""
@@ -290,7 +301,7 @@ class EngineOf:
             yield resident.lanes
 
 
-def _start(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> InferenceBackend:
+def _start(config: AnyBackend, model: ModelRef, say: Callable[[str], None]) -> InferenceBackend:
     """A new backend; ``say`` receives lines about the start of those that take long."""
     if not isinstance(config, VLLMBackend | TransformersBackend):
         return build_backend(config, model)
@@ -338,7 +349,7 @@ def _show_stacks(timeout_seconds: float) -> None:
     wait([in_thread(lambda: log.error(text))], timeout=1.0)
 
 
-def computed_dtype(backend: BackendConfig, stored: str | None) -> str | None:
+def computed_dtype(backend: AnyBackend, stored: str | None) -> str | None:
     """What the engine of ``backend`` computes in, of weights that are stored as ``stored``; None where that is unknown,
     as of an endpoint."""
     dtype = getattr(backend, "concrete_dtype", getattr(backend, "dtype", None))
@@ -348,9 +359,11 @@ def computed_dtype(backend: BackendConfig, stored: str | None) -> str | None:
     return dtype
 
 
-def _architecture(model: ModelRef, backend: BackendConfig) -> _Architecture:
+def _architecture(model: ModelRef, backend: AnyBackend) -> _Architecture:
     """The dtype of a model's files is no part of it where the engine has its own, to which it brings whatever it loads:
-    a run's base may be stored in bfloat16 and its checkpoints in float32."""
+    a run's base may be stored in bfloat16 and its checkpoints in float32. Of a model at an endpoint there is none."""
+    if isinstance(backend, EndpointModel):
+        return _Architecture({}, "")
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     dtype = computed_dtype(backend, config.get("dtype", config.get("torch_dtype")))
     generation = model.folder / "generation_config.json"

@@ -155,7 +155,8 @@ def longest_answer(request: Request) -> int:
 def outcome_of(
     config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any], vocab_size: int
 ) -> Outcome:
-    """The outcome of a whole answer. It may take a second to compute: not for an event loop.
+    """The outcome of a whole answer. It may take a second to compute: not for an event loop. Without a tokenizer it has
+    a text alone.
 
     Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect,
     NoPromptLogprobs where it cannot score a continuation.
@@ -180,6 +181,9 @@ def outcome_of(
             "prompt and completion exceed its context; shorten the prompt or lower sampling.max_tokens",
         )
     text = _content(config, choice)
+    if tokenizer is None:
+        _refuse(problem_with_text(text or "", request.params))
+        return Completion(request.key, (), (), text or "", reason)
     if config.dialect == "openai":
         return _retokenised(tokenizer, request, text or "", reason, vocab_size)
     return _sampled(config, tokenizer, request, choice, text, vocab_size)

@@ -83,7 +83,8 @@ async def complete_batch(
         samples=_filed(objects, samples_id, samples, [samples[place] for place in kept]),
         model=engine.model_id,
         num_samples=len(chosen),
-        num_tokens=sum(len(row["token_ids"]) for row in chosen),
+        # Of an endpoint whose tokens have no ids here, by its own count.
+        num_tokens=sum(len(row["token_ids"]) or row.get("usage", (0, 0))[1] for row in chosen),
         finish_reasons=dict(sorted(Counter(row["finish_reason"] for row in chosen).items())),
         num_left_out=len(rows) - len(chosen),
     )

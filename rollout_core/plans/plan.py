@@ -18,6 +18,7 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import probe_device
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.config import (
+    AnyBackend,
     BackendConfig,
     DatasetSource,
     ModelSource,
@@ -282,7 +283,7 @@ class Plan:
     def stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
         return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)
 
-    def sampling(self, what: str, params: SamplingParams, backend: BackendConfig, *, in_parts: bool = False) -> None:
+    def sampling(self, what: str, params: SamplingParams, backend: AnyBackend, *, in_parts: bool = False) -> None:
         """The backend can do what is asked of it, with tokens that the model has; ``in_parts``: completions go on."""
         if in_parts and not isinstance(backend, VLLMBackend | TransformersBackend):
             self.violations.append(
@@ -340,7 +341,7 @@ def _try_endpoint(config: OpenAIBackend) -> None:
         raise Unchecked(str(error)) from error
 
 
-def context_limit(backend: BackendConfig) -> int | None:
+def context_limit(backend: AnyBackend) -> int | None:
     """Longest prompt plus completion the backend is configured for."""
     return getattr(backend, "max_model_len", None)
 

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_core.config import ChoiceScorer, DatasetSource, EvalConfig, Suite
+from rollout_core.base.errors import Recoverable
+from rollout_core.config import AnyBackend, ChoiceScorer, DatasetSource, EndpointModel, EvalConfig, Suite
+from rollout_core.config.rewards import ModelReward, plain_rewards
 from rollout_core.data.continuations import SCORING, encode_continuations
 from rollout_core.data.datasets import PromptRow, TaskRow
 from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.evaluation.choices import continued
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.inference.backend import cannot_score
+from rollout_core.inference.endpoint_model import try_endpoint_model
+from rollout_core.models.locating import Unchecked
 from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import context_limit
@@ -28,48 +32,87 @@ def plan_suites(config: EvalConfig, base: Path, connections: Connections | None 
     plan.place(config.placement)
     if config.placement is not None:
         check_placement(plan, config.placement, plan.placed)
-    plan.known_model("model", config.model)
-    plan.backend("backend", config.backend)
-    asked = {suite.name: _questions(plan, suite, config) for suite in config.suites}
+    if isinstance(config.model, EndpointModel):
+        backend: AnyBackend = config.model
+        plan.facts["model"] = config.model.uri
+        plan.check("model", lambda: _try_endpoint(backend))
+    else:
+        backend = config.backend
+        plan.known_model("model", config.model)
+        plan.backend("backend", backend)
+    asked = {suite.name: _questions(plan, suite, backend) for suite in config.suites}
     plan.facts["questions"] = {name: number for name, number in asked.items() if number is not None}
     return plan.done()
 
 
-def _questions(plan: LearnerPlan, suite: Suite, config: EvalConfig) -> str | None:
+def _try_endpoint(config: EndpointModel) -> None:
+    try:
+        try_endpoint_model(config)
+    except Recoverable as error:
+        raise Unchecked(str(error)) from error
+
+
+def _questions(plan: LearnerPlan, suite: Suite, backend: AnyBackend) -> str | None:
     what = f"suite {suite.name}"
-    if isinstance(suite.scorer, ChoiceScorer):
-        return _choices(plan, suite, suite.scorer, what, config)
-    plan.sampling(f"{what}: sampling", suite.sampling, config.backend)
     rows = _prompts(plan, suite, what)
     key = f"{what}: rows.{suite.rows.address_key}"
+    if isinstance(backend, EndpointModel):
+        _form(plan, key, rows or (), backend)
+    if isinstance(suite.scorer, ChoiceScorer):
+        return _choices(plan, what, key, suite.scorer, rows, backend)
+    plan.sampling(f"{what}: sampling", suite.sampling, backend)
     plan.reward(f"{what}: scorer", suite.scorer)
+    if isinstance(backend, EndpointModel) and any(isinstance(one, ModelReward) for one in plain_rewards(suite.scorer)):
+        plan.violations.append(
+            f"{what}: scorer: a reward model scores token ids, which answers of an endpoint's own model do not have"
+        )
     if not rows:
         return None
-    plan.prompts(key, rows, context_limit(config.backend), suite.sampling)
+    plan.prompts(key, rows, context_limit(backend), suite.sampling)
     plan.answers(key, rows, suite.scorer)
     return f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
 
 
-def _choices(plan: LearnerPlan, suite: Suite, scorer: ChoiceScorer, what: str, config: EvalConfig) -> str | None:
-    problem = cannot_score(config.backend)
-    if problem is not None:
+def _form(plan: LearnerPlan, key: str, rows: Sequence[PromptRow], backend: EndpointModel) -> None:
+    """The endpoint takes prompts of this form."""
+    for number, row in enumerate(rows, start=1):
+        if row.messages is not None and backend.api == "completions":
+            problem = (
+                "a conversation, and api 'completions' takes texts; take api 'chat', or give the suite a prompt.text"
+            )
+        elif row.tools and backend.api == "anthropic":
+            problem = "tools, which are not sent in the form of api 'anthropic'; leave them out"
+        else:
+            continue
+        plan.violations.append(f"{key}: row {number} has {problem}")
+        return
+
+
+def _choices(
+    plan: LearnerPlan,
+    what: str,
+    key: str,
+    scorer: ChoiceScorer,
+    rows: Sequence[PromptRow] | None,
+    backend: AnyBackend,
+) -> str | None:
+    if problem := cannot_score(backend):
         plan.violations.append(f"{what}: scorer: {problem}")
-    rows = _prompts(plan, suite, what)
     if not rows:
         return None
     pairs = plan.check(f"{what}: scorer", lambda: continued(scorer, rows))
     if pairs is None:
         return None
-    limit = context_limit(config.backend) or plan.max_positions
-
-    def fits() -> None:
-        encoded = encode_continuations(plan.load_tokenizer(), pairs)
-        if limit is not None:
-            refuse_long_prompts([ids for ids, _ in encoded], SCORING.max_tokens, limit)
-
     if plan.model_facts is not None:
-        plan.check(f"{what}: rows.{suite.rows.address_key}", fits)
-        plan.conversations(f"{what}: rows.{suite.rows.address_key}", rows)
+        limit = context_limit(backend) or plan.max_positions
+
+        def fits() -> None:
+            encoded = encode_continuations(plan.load_tokenizer(), pairs)
+            if limit is not None:
+                refuse_long_prompts([ids for ids, _ in encoded], SCORING.max_tokens, limit)
+
+        plan.check(key, fits)
+        plan.conversations(key, rows)
     return f"{len(rows)}, {len(pairs)} choices"
 
 

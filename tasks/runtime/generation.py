@@ -8,13 +8,21 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import run_async
-from rollout_core.config import BackendConfig, OpenAIBackend, SamplingParams, WorkersConfig
+from rollout_core.config import (
+    AnyBackend,
+    BackendConfig,
+    EndpointModel,
+    OpenAIBackend,
+    SamplingParams,
+    WorkersConfig,
+)
 from rollout_core.data.samples import Sample
 from rollout_core.inference import engines
 from rollout_core.inference.backend import ModelRef, generator_id
@@ -44,13 +52,18 @@ def model_here(model: ContentId) -> ModelRef:
     return ModelRef(model, local_model(connections.objects(), model, connections.cache_folder()))
 
 
+def model_for(model: ContentId, backend: AnyBackend) -> ModelRef:
+    """A model that a backend answers with; of one at an endpoint there is no folder."""
+    return ModelRef(model, Path()) if isinstance(backend, EndpointModel) else model_here(model)
+
+
 class Generation:
     """A model on a backend, for samples of the running stage.
 
     ``workers``: how the samples are shared with workers of a cluster, if they are. ``options``: of `BatchOptions`.
     """
 
-    def __init__(self, model: ModelRef, backend: BackendConfig, workers: WorkersConfig | None, **options: Any) -> None:
+    def __init__(self, model: ModelRef, backend: AnyBackend, workers: WorkersConfig | None, **options: Any) -> None:
         self._backend = backend
         self._engine = EngineOf(backend, model, stage_logger().info)
         self._count = events.SampleCount(current_stage().name)
@@ -143,7 +156,7 @@ class ShardJob(Arguments):
 def generate(
     prompts: PromptSet,
     sampling: SamplingParams,
-    backend: BackendConfig,
+    backend: AnyBackend,
     *,
     mode: RolloutMode,
     deterministic: bool,
@@ -151,7 +164,7 @@ def generate(
 ) -> tuple[Completions, float, Work]:
     """Completions of ``prompts``, the seconds it took once the engine was ready, and what was done now."""
     workers = shared_with()
-    run = Generation(model_here(prompts.model), backend, workers, mode=mode, deterministic=deterministic)
+    run = Generation(model_for(prompts.model, backend), backend, workers, mode=mode, deterministic=deterministic)
     speed, reason = Speed(), "they failed, or their group did"
 
     def note(progress: Progress) -> None:

@@ -1,0 +1,197 @@
+"""A model at an endpoint, whose files are not here: texts or messages in, texts out, in OpenAI's or Anthropic's form.
+
+Its tokens have no ids here, so nothing can be trained on its answers, whose lengths are the endpoint's own count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.config import EndpointModel, OpenAIBackend
+from rollout_core.config.base import identity
+from rollout_core.data.samples import Completion, Failure, Outcome
+from rollout_core.inference.backend import ModelRef, Request, problem_with_text
+from rollout_core.inference.endpoint import Endpoint, Malformed, NotServed, Passing, Refused, Unpaid
+from rollout_core.inference.endpoint_stream import EndpointStream
+from rollout_core.inference.openai_wire import (
+    NoPromptLogprobs,
+    body_of as openai_body,
+    longest_answer,
+    no_scores,
+    outcome_of as openai_outcome,
+    path_of as openai_path,
+    usage_of,
+)
+from rollout_core.inference.pace import Pace, shared_pace
+from rollout_core.models.messages import openai_messages
+
+ANTHROPIC_VERSION = "2023-06-01"
+_ANTHROPIC_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}
+_CHARACTERS_OF_A_TOKEN = 4
+"""About, of what a request is reckoned to take of a limit by the minute."""
+
+
+def endpoint_id(config: EndpointModel) -> ContentId:
+    """What stands for the model: its address, its name and the revision that its user gives."""
+    return content_id("endpoint-model/1", identity(config))
+
+
+class EndpointEngine(EndpointStream):
+    """An `InferenceBackend` whose model is the endpoint's own.
+
+    Raises ConfigError when the endpoint refuses access, and where it cannot score a continuation.
+    """
+
+    max_model_len = None
+
+    def __init__(self, config: EndpointModel, model: ModelRef) -> None:
+        self._config, self._model = config, model
+        self._form = _openai_form(config)
+        self._has_scored = False
+        limits = config.max_concurrency, config.requests_per_minute, config.tokens_per_minute
+        pace = shared_pace(config.url, config.model, *limits)
+        super().__init__(_endpoint(config, pace), config.max_concurrency)
+
+    @property
+    def model_id(self) -> ContentId:
+        return self._model.content_id
+
+    def update_weights(self, model: ModelRef) -> None:
+        """See `InferenceBackend`: they are somebody else's, and another model is another configuration."""
+        self._model = model
+
+    async def ask(self, request: Request) -> Outcome:
+        """Raises Malformed for an answer that is no outcome."""
+        body = body_of(self._config, request)
+        try:
+            answer = await self._endpoint.post(
+                path_of(self._config), body, longest_answer(request), tokens=_most_tokens(request)
+            )
+        except (Passing, Unpaid) as error:
+            return Failure(request.key, str(error), passing=True)
+        except Refused as error:
+            return Failure(request.key, str(error))
+        if self._form is None:
+            return _anthropic_outcome(request, answer)
+        try:
+            outcome = openai_outcome(self._form, None, request, answer, 0)
+        except NoPromptLogprobs:
+            if not self._has_scored:
+                raise no_scores(self._config.url) from None
+            raise Malformed("it does not repeat the prompt with log-probabilities") from None
+        self._has_scored = self._has_scored or bool(request.continuation)
+        if isinstance(outcome, Completion):
+            outcome.usage = usage_of(request, answer, outcome)
+        return outcome
+
+
+def _openai_form(config: EndpointModel) -> OpenAIBackend | None:
+    """How the endpoint is asked in OpenAI's form; None where it has Anthropic's."""
+    if config.api == "anthropic":
+        return None
+    return OpenAIBackend(url=config.url, served_model=config.model, api=config.api, dialect="openai")
+
+
+def _endpoint(config: EndpointModel, pace: Pace | None = None) -> Endpoint:
+    is_anthropic = config.api == "anthropic"
+    return Endpoint(
+        config,
+        table="model",
+        names="model.model",
+        headers={"anthropic-version": ANTHROPIC_VERSION} if is_anthropic else None,
+        key_header="x-api-key" if is_anthropic else None,
+        pace=pace,
+    )
+
+
+def _most_tokens(request: Request) -> int:
+    prompt = request.prompt_text or "".join(str(message.get("content")) for message in request.messages)
+    return len(prompt + request.continuation) // _CHARACTERS_OF_A_TOKEN + request.params.max_tokens
+
+
+def path_of(config: EndpointModel) -> str:
+    """Where requests are posted, below the endpoint's url."""
+    form = _openai_form(config)
+    return "/messages" if form is None else openai_path(form)
+
+
+def body_of(config: EndpointModel, request: Request) -> dict[str, Any]:
+    """The JSON body of a request."""
+    form = _openai_form(config)
+    body = _anthropic_body(config, request) if form is None else openai_body(form, config.model, None, request)
+    body |= config.body
+    if "max_completion_tokens" in config.body:
+        body.pop("max_tokens", None)
+    return {name: value for name, value in body.items() if name not in config.leave_out}
+
+
+def _anthropic_body(config: EndpointModel, request: Request) -> dict[str, Any]:
+    params = request.params
+    messages = openai_messages(request.messages) or [{"role": "user", "content": request.prompt_text}]
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    body: dict[str, Any] = {
+        "model": config.model,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "messages": [message for message in messages if message["role"] != "system"],
+    }
+    if system:
+        body["system"] = "\n\n".join(system)
+    # Models of theirs refuse temperature and top_p together.
+    if params.top_p != 1.0:
+        body["top_p"] = params.top_p
+    if params.top_k > 0:
+        body["top_k"] = params.top_k
+    if params.stop:
+        body["stop_sequences"] = list(params.stop)
+    return body
+
+
+def _anthropic_outcome(request: Request, answer: Mapping[str, Any]) -> Outcome:
+    try:
+        text = "".join(part["text"] for part in answer["content"] if part["type"] == "text")
+        reason = _ANTHROPIC_REASONS.get(answer["stop_reason"], answer["stop_reason"])
+        usage = answer["usage"]
+        counts = usage["input_tokens"], usage["output_tokens"]
+    except (LookupError, TypeError) as error:
+        raise Malformed(f"it has no text of a message ({type(error).__name__}: {error})") from None
+    if problem := problem_with_text(text, request.params):
+        raise Malformed(problem)
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise Malformed("its usage counts no tokens")
+    if reason not in ("stop", "length"):
+        return Failure(request.key, f"the endpoint ended it with {reason!r}")
+    return Completion(request.key, (), (), text, reason, usage=counts)
+
+
+def try_endpoint_model(config: EndpointModel) -> None:
+    """Look once whether the endpoint answers, takes the key, and serves the model where it lists any.
+
+    Raises ConfigError where it never will, Recoverable where it does not answer now.
+    """
+
+    async def look() -> None:
+        once = config.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
+        endpoint = _endpoint(once)
+        try:
+            names = [str(model["id"]) for model in await endpoint.models()]
+        except NotServed:  # not all list their models
+            names = []
+        except Passing as error:
+            raise Recoverable(f"the endpoint does not answer: {error}") from error
+        except (Refused, Malformed) as error:
+            raise ConfigError(f"{config.url}: {error}") from error
+        finally:
+            await endpoint.close()
+        if names and config.model not in names:
+            named = endpoint.fit_to_show(", ".join(sorted(names)))
+            raise ConfigError(f"{config.url} serves no model {config.model!r}, but {named}; look at model.model")
+
+    # In a thread of its own, as the caller's may have a loop that runs.
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(asyncio.run, look()).result()
