@@ -8,7 +8,8 @@ from prefect import flow
 
 from flows.evaluation import judge_of
 from rollout_core.base.ids import ContentId
-from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, Suite
+from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
+from rollout_core.config.evaluation import SuiteRows
 from rollout_core.data.continuations import SCORING
 from rollout_core.evaluation.metrics import Metric
 from rollout_core.evaluation.reports import SuiteReport
@@ -23,7 +24,7 @@ from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.run_record import record_refusal
 from tasks.score import score_rewards
-from tasks.suites import enqueue_choices, enqueue_texts, render_suite, report_choices, report_suite
+from tasks.suites import enqueue_choices, enqueue_texts, import_rows, render_suite, report_choices, report_suite
 
 
 class Evaluated(TypedDict):
@@ -82,11 +83,19 @@ def evaluate_suite(suite: Suite, model: ContentId, backend: AnyBackend) -> Suite
 
 def _prompts(suite: Suite, label: str) -> ContentId:
     if suite.prompt is None:
+        if isinstance(suite.rows, FunctionRows):
+            return import_rows(suite.rows, form="prompts", label=label).data
         return import_prompts(suite.rows, label=label).data
     few_shot = suite.prompt.few_shot
-    rows = import_tasks(suite.rows, label=label).data
-    examples = None if few_shot is None else import_tasks(few_shot.rows, label=f"{label}, examples").data
+    rows = _tasks(suite.rows, label)
+    examples = None if few_shot is None else _tasks(few_shot.rows, f"{label}, examples")
     return render_suite(rows, examples, suite.prompt, label=label).data
+
+
+def _tasks(rows: SuiteRows, label: str) -> ContentId:
+    if isinstance(rows, FunctionRows):
+        return import_rows(rows, form="tasks", label=label).data
+    return import_tasks(rows, label=label).data
 
 
 def _in_words(metric: Metric) -> str:

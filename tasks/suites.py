@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config import ChoiceScorer, SamplingParams, Suite, SuitePrompt
+from rollout_core.config import ChoiceScorer, FunctionRows, SamplingParams, Suite, SuitePrompt
 from rollout_core.data.continuations import scored_samples, scored_texts
+from rollout_core.data.dataset_sources import import_dataset
 from rollout_core.data.datasets import PromptRow, TaskRow, parse_rows, to_jsonl
 from rollout_core.data.samples import Sample, file_samples, untokenised_samples
 from rollout_core.evaluation import choices, reports
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.reports import SuiteReport
+from rollout_core.evaluation.suite_files import function_rows
+from rollout_core.objects.origins import Source, record_import
 from rollout_core.objects.records import Completions, Dataset, PromptSet, Scores
-from tasks.runtime import artifacts
+from tasks.runtime import artifacts, connections
 from tasks.runtime.generation import enqueue, model_here
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
 
 NAMED_QUESTIONS = 5
 """In the log, of those without an answer."""
+
+
+@stage(version=1, cached=False, imports=True, time="importing")
+def import_rows(source: FunctionRows, *, form: Literal["prompts", "tasks"], label: str = "") -> Dataset:
+    """File what a function of a suite's Python file makes: prompts, or rows of which prompts are made."""
+    objects = current_stage().objects
+    rows = function_rows(source, PromptRow if form == "prompts" else TaskRow, connections.working_folder())
+    dataset = import_dataset(objects, rows)
+    record_import(
+        objects,
+        dataset.data,
+        Source(kind="data", address=source.address, size_bytes=objects.size(dataset.data), num_files=0),
+    )
+    return dataset
 
 
 @stage(version=1)

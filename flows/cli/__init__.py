@@ -120,6 +120,10 @@ add_commands(
             "Print how two evaluated models differ, suite by suite and question by question.",
         ),
         "list": ("flows.cli.evaluate:eval_list", "Print the models that were evaluated, by suites."),
+        "export": (
+            "flows.cli.eval_export:eval_export",
+            "Print the figures of evaluated models for others: as CSV, as JSON, or for a model card.",
+        ),
     },
 )
 app.add_typer(eval_app, name="eval")

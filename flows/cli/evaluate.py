@@ -16,10 +16,10 @@ from flows.cli.results import add_row, as_json_text, print_table, shortened, vis
 from flows.cli.starting import load_tables, look_ahead, run_flow
 from flows.cli.storage import StoragePath
 from rollout_core.base.errors import ConfigError, NotFound
-from rollout_core.config import EvalConfig, Suite
-from rollout_core.config.base import parse_config, read_toml
+from rollout_core.config import EvalConfig
 from rollout_core.evaluation.metrics import Metric
 from rollout_core.evaluation.reports import Flip, SuiteComparison, SuiteReport, compare_reports
+from rollout_core.evaluation.suite_files import read_suite
 from rollout_core.runs.evaluations import EvaluatedModel, evaluated_models, find_evaluated
 from rollout_core.runs.run_records import RunRecords
 from rollout_core.runs.run_samples import shown_prompt
@@ -48,10 +48,17 @@ PROMPT_WIDTH = 200
 
 def eval_run(
     model: ModelToEvaluate,
-    suite: Annotated[list[Path], typer.Option("--suite", help="TOML file of a suite. Repeatable.")],
+    suite: Annotated[
+        list[str],
+        typer.Option("--suite", help="TOML or Python file of a suite, or mmlu, gsm8k or ifeval. Repeatable."),
+    ],
     backend: Annotated[
         Literal["vllm", "transformers", "openai", "scripted"] | None,
         typer.Option("--backend", help="What generates; its keys by --set, such as --set backend.max_model_len=512."),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option("--rows", metavar="SUITE=FILE", help="Rows of a suite in place of its own. Repeatable."),
     ] = None,
     served_model: Annotated[
         str | None, typer.Option("--served-model", help="Of an endpoint: name of the model there.")
@@ -78,7 +85,7 @@ def eval_run(
         if dry_run:
             look_ahead()
         given = {"--served-model": served_model, "--revision": revision, "--api": api, "--backend": backend}
-        tables = {"model": _model(model, given, resource), "suites": _suites(suite)}
+        tables = {"model": _model(model, given, resource), "suites": _suites(suite, rows or [])}
         given = {} if backend is None else {"backend.kind": backend}
         given |= {"run.refresh": True} if refresh else {}
         overrides, options = given | parse_overrides(set_), {"backend.kind": "--backend", "run.refresh": "--refresh"}
@@ -103,7 +110,7 @@ def eval_list(storage: StoragePath = None, output: Format = "text", debug: Debug
         with object_store(storage) as objects:
             models = evaluated_models(RunRecords(objects))
         if output == "json":
-            typer.echo(as_json_text([_model_document(model) for model in models]))
+            typer.echo(as_json_text([model_document(model) for model in models]))
             return
         if not models:
             typer.echo("no model was evaluated yet; `rollout eval run MODEL --suite FILE` does so")
@@ -182,18 +189,27 @@ def _model(model: str, options: Mapping[str, str | None], resource: str) -> dict
 _OF_ENDPOINTS = {"--served-model": "model", "--revision": "revision", "--api": "api"}
 
 
-def _suites(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The tables of suites' files. Raises ConfigError with a line for each thing that is wrong with them."""
+def _suites(names: Sequence[str], rows: Sequence[str]) -> list[dict[str, Any]]:
+    """The tables of suites, some with ``rows`` of other files (NAME=FILE). Raises ConfigError with a line for each
+    thing that is wrong with them."""
+    given = dict(_named_rows(each) for each in rows)
     tables, wrong = [], []
-    for file in files:
+    for name in names:
         try:
-            tables.append(read_toml(file))
-            parse_config(tables[-1], Suite, name=str(file))
+            tables.append(read_suite(name, rows=given.pop(name, None)))
         except ConfigError as error:
             wrong += error.violations or (str(error),)
+    wrong += [f"--rows {name}=...: no --suite {name} is asked for" for name in given]
     if wrong:
         raise ConfigError("\n".join(wrong), tuple(wrong))
     return tables
+
+
+def _named_rows(given: str) -> tuple[str, str]:
+    name, separator, path = given.partition("=")
+    if not (name and separator and path):
+        raise ConfigError(f"--rows {given!r}: expected SUITE=FILE, such as mmlu=data/mmlu.jsonl")
+    return name, path
 
 
 def _print_reports(reports: Sequence[SuiteReport]) -> None:
@@ -227,7 +243,7 @@ def _model_in_words(model: EvaluatedModel) -> str:
     return f"{model.model[:12]} ({model.address})" if model.address else model.model[:12]
 
 
-def _model_document(model: EvaluatedModel) -> dict[str, Any]:
+def model_document(model: EvaluatedModel) -> dict[str, Any]:
     reports = {name: report.model_dump(mode="json") for name, report in model.reports.items()}
     return {"model": model.model, "address": model.address, "run": model.run.id, "reports": reports}
 

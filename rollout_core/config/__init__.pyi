@@ -41,6 +41,7 @@ from .curriculum import Curriculum as Curriculum, PromptCurriculum as PromptCurr
 from .evaluation import (
     ChoiceScorer as ChoiceScorer,
     FewShot as FewShot,
+    FunctionRows as FunctionRows,
     Suite as Suite,
     SuitePrompt as SuitePrompt,
 )

@@ -11,24 +11,55 @@ from pydantic import Field, model_validator
 from rollout_core.base.ids import ContentId
 from rollout_core.config.base import DatasetSource, Settings, identity
 from rollout_core.config.inference import SamplingParams
-from rollout_core.config.rewards import ExactMatchReward, RewardSpec
+from rollout_core.config.rewards import ExactMatchReward, FunctionName, RewardSpec
 from rollout_core.config.templates import JinjaTemplate
+from rollout_core.config.verifiers import InstructionsReward
 
 PLAIN_METRICS = ("mean", "accuracy")
+INSTRUCTION_METRIC = "inst_level_acc"
+"""Of single instructions, not of the prompts that have them."""
 METRICS_OF_SAMPLES = ("pass", "avg", "maj")
 _METRIC = re.compile(rf"({'|'.join(METRICS_OF_SAMPLES)})@([1-9]\d{{0,5}})")
+
+
+class FunctionRows(Settings):
+    """Rows that a function of a Python file makes, an object each; see `docs/evaluation.md`."""
+
+    address_key: ClassVar[str] = "callable"
+
+    kind: Literal["function"]
+    callable: FunctionName
+    """``path/to/file.py:function`` relative to the working folder, or ``module:function``; without arguments."""
+
+    @property
+    def address(self) -> str:
+        """Where the rows come from, for people."""
+        return self.callable
+
+    def cache_identity(self) -> Any:
+        """The content of the rows counts instead."""
+        return None
+
+
+SuiteRows = DatasetSource | FunctionRows
 
 
 class FewShot(Settings):
     """Answered questions that stand before each question, the same ones for all; a question is never its own
     example."""
 
-    rows: DatasetSource
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"same", "in_order"})
+
+    rows: SuiteRows
     """Where the examples come from; of the same form as the suite's rows."""
     count: int = Field(default=5, ge=1, le=1000)
     """Examples before each question."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Of their choice and order."""
+    in_order: bool = False
+    """Take the first ones as they stand, not by the seed."""
+    same: str | None = Field(default=None, min_length=1)
+    """Key of the rows whose value examples share with the question, such as ``subject``."""
     answer: JinjaTemplate = "{{ answer }}"
     """The answer of an example."""
     separator: str = "\n\n"
@@ -38,6 +69,10 @@ class FewShot(Settings):
 class SuitePrompt(Settings):
     """How a row becomes a prompt: one text, or a conversation of a user's turn, perhaps after the system's."""
 
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"description"})
+
+    description: JinjaTemplate | None = None
+    """Stands once before ``text`` and its examples."""
     text: JinjaTemplate | None = None
     """The whole prompt, as models take it that were not trained to chat."""
     system: JinjaTemplate | None = None
@@ -50,6 +85,8 @@ class SuitePrompt(Settings):
     def _one_form(self) -> SuitePrompt:
         if (self.text is None) == (self.user is None):
             raise ValueError("give either text, or user (with system, where there is one)")
+        if self.description is not None and self.text is None:
+            raise ValueError("description stands before text; in a conversation that is what system is for")
         if self.system is not None and self.text is not None:
             raise ValueError("system is for conversations; give user instead of text, or leave system out")
         return self
@@ -91,7 +128,7 @@ class Suite(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """How people call it; letters, digits, dots, dashes."""
-    rows: DatasetSource
+    rows: SuiteRows
     """The questions, a row each: of any keys where there is a ``prompt``, otherwise with ``prompt`` or ``messages``."""
     prompt: SuitePrompt | None = None
     """Makes prompts of rows. Default: rows hold them."""
@@ -112,7 +149,8 @@ class Suite(Settings):
     too. ``pass@n``: chance that one of n answers is right. ``maj@k``: share of questions whose most frequent answer is
     right. Default: ``mean`` and ``accuracy``; of several samples ``mean``, ``avg@k``, ``pass@k`` and, where the scorer
     reads an answer, ``maj@k``. Of choices: ``acc``, ``acc_norm``, which divides log-likelihoods by the choices' lengths
-    in characters, and ``acc_bytes``, in bytes; by default the first two."""
+    in characters, and ``acc_bytes``, in bytes; by default the first two. ``inst_level_acc``: share of the instructions
+    of all prompts that are followed, by a scorer ``instructions`` whose ``value`` is ``share``."""
 
     def how_answered(self, source: ContentId | None) -> list[Any]:
         """How answers are drawn and scored, by code of id ``source``, as ids of evaluations have it."""
@@ -144,6 +182,13 @@ class Suite(Settings):
     def _check_metric(self, name: str) -> None:
         is_choice = isinstance(self.scorer, ChoiceScorer)
         if name in (CHOICE_METRICS if is_choice else PLAIN_METRICS):
+            return
+        if name == INSTRUCTION_METRIC:
+            if not isinstance(self.scorer, InstructionsReward) or self.scorer.value != "share":
+                raise ValueError(
+                    f"metrics: {name} counts the instructions that are followed; it needs a scorer of kind "
+                    "'instructions' with value = \"share\""
+                )
             return
         found = None if is_choice else _METRIC.fullmatch(name)
         if found is None:

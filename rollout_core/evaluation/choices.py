@@ -19,6 +19,7 @@ from rollout_core.config.evaluation import ChoiceScorer, Suite
 from rollout_core.data.continuations import Continued, Loglikelihood
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.evaluation.metrics import estimate
 from rollout_core.evaluation.prompts import renderer
 from rollout_core.evaluation.reports import RIGHT_SHARE, Answered, SuiteReport, file_report
 from rollout_core.objects import ObjectStore
@@ -173,7 +174,8 @@ def report_choices(
         places.append(known[totals.index(max(totals))])
         for name, each in values.items():
             each.append(is_right(name, choices, found))
-    answered = Answered(questions, {**values, RIGHT_SHARE: values["acc"]}, places, lacking)
+    metrics = {name: estimate(name, values[name], suite.samples) for name in suite.chosen_metrics}
+    answered = Answered(questions, {**values, RIGHT_SHARE: values["acc"]}, metrics, places, lacking)
     return file_report(
         objects,
         suite,

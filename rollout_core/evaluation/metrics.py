@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
+from rollout_core.config.evaluation import INSTRUCTION_METRIC
 from rollout_core.config.promotion import ROUNDING
 
 Z = statistics.NormalDist().inv_cdf(0.975)
@@ -52,7 +53,7 @@ def value_of(metric: str, question: Question, threshold: float) -> float | None:
     known = [score for score in question.scores if score is not None]
     if not known:
         return None
-    if metric == "mean":
+    if metric in ("mean", INSTRUCTION_METRIC):
         return statistics.fmean(known)
     num_right = sum(is_right(score, threshold) for score in known)
     kind, _, number = metric.partition("@")
@@ -93,6 +94,29 @@ def estimate(name: str, values: Sequence[float | None], samples_per_question: in
     else:
         lower, upper = _interval_of_share(known, mean, len(known) * samples_per_question)
     return Metric(name=name, value=mean, lower=lower, upper=upper, num_questions=len(known))
+
+
+def weighted_values(values: Sequence[float | None], weights: Sequence[float]) -> list[float | None]:
+    """Values whose plain mean is the weighted one of ``values``."""
+    known = [weight for value, weight in zip(values, weights, strict=True) if value is not None]
+    mean = statistics.fmean(known) if known else 1.0
+    return [None if value is None else value * weight / mean for value, weight in zip(values, weights, strict=True)]
+
+
+def weighted_estimate(name: str, values: Sequence[float | None], weights: Sequence[float]) -> Metric | None:
+    """The weighted mean of questions' shares, with 1.96 standard errors of a ratio to both sides, within 0 and 1; None
+    where none has one."""
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    if not known:
+        return None
+    count, total = len(known), math.fsum(weight for _, weight in known)
+    mean = math.fsum(value * weight for value, weight in known) / total
+    lower = upper = None
+    if len({value for value, _ in known}) > 1:
+        squares = math.fsum((weight * (value - mean)) ** 2 for value, weight in known)
+        error = math.sqrt(squares * count / (count - 1)) / total
+        lower, upper = max(0.0, mean - Z * error), min(1.0, mean + Z * error)
+    return Metric(name=name, value=mean, lower=lower, upper=upper, num_questions=count)
 
 
 def _interval_of_mean(values: Sequence[float], mean: float) -> tuple[float | None, float | None]:

@@ -44,11 +44,12 @@ Make = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], dict[str, Any]
 
 def _text(prompt: SuitePrompt) -> Make:
     question, answer = renderer("text", prompt.text or ""), _answers(prompt.few_shot)
+    description = renderer("description", prompt.description or "")
     separator = "" if prompt.few_shot is None else prompt.few_shot.separator
 
     def make(row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         before = [question(example) + answer(example) for example in examples]
-        return {"prompt": separator.join([*before, question(row)])}
+        return {"prompt": description(row) + separator.join([*before, question(row)])}
 
     return make
 
@@ -97,14 +98,21 @@ def _examples(
     """The examples of a question: the first of an order that follows from the seed, without the question itself."""
     if few_shot is None:
         return lambda row: iter(())
-    places = sorted(range(len(rows)), key=lambda place: content_id("few-shot-order/1", [few_shot.seed, place]))
-    ordered = [rows[place].task for place in places]
+    places = range(len(rows))
+    if not few_shot.in_order:
+        places = sorted(places, key=lambda place: content_id("few-shot-order/1", [few_shot.seed, place]))
+    ordered, same = [rows[place].task for place in places], few_shot.same
 
     def of(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        found = list(islice((other for other in ordered if other != row), few_shot.count))
+        if same is not None and same not in row:
+            raise ConfigError(f"it has no {same!r}, which few_shot.same names; {near(same, row)}")
+        others = (one for one in ordered if one != row and (same is None or one.get(same) == row[same]))
+        found = list(islice(others, few_shot.count))
         if len(found) < few_shot.count:
+            alike = "" if same is None else f" of {same} {row[same]!r}"
             raise ConfigError(
-                f"few_shot.count is {few_shot.count}, and few_shot.rows has {len(found)} besides the question itself"
+                f"few_shot.count is {few_shot.count}, and few_shot.rows has {len(found)}{alike} besides the question "
+                "itself"
             )
         return iter(found)
 

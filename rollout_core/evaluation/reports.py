@@ -10,10 +10,18 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.config.evaluation import Suite
+from rollout_core.config.evaluation import INSTRUCTION_METRIC, Suite
+from rollout_core.config.verifiers import InstructionsReward
 from rollout_core.data.samples import Sample, decode_completions_blob, decode_samples
 from rollout_core.evaluation.bootstrap import PairedGain, paired_gain
-from rollout_core.evaluation.metrics import Metric, Question, estimate, value_of
+from rollout_core.evaluation.metrics import (
+    Metric,
+    Question,
+    estimate,
+    value_of,
+    weighted_estimate,
+    weighted_values,
+)
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Completions, Record, Scores
 from rollout_core.rewards.votes import read_answers
@@ -98,6 +106,12 @@ def report_suite(
         Question([values.get(one.id) for one in group], [answers.get(one.id) for one in group]) for group in groups
     ]
     by_metric = {name: [value_of(name, question, suite.threshold) for question in questions] for name in _named(suite)}
+    firsts = [group[0] for group in groups]
+    metrics = {name: estimate(name, by_metric[name], suite.samples) for name in suite.chosen_metrics}
+    if INSTRUCTION_METRIC in metrics and isinstance(suite.scorer, InstructionsReward):
+        counts = [len(sample.extras[suite.scorer.ids_key]) for sample in firsts]
+        metrics[INSTRUCTION_METRIC] = weighted_estimate(INSTRUCTION_METRIC, by_metric[INSTRUCTION_METRIC], counts)
+        by_metric[INSTRUCTION_METRIC] = weighted_values(by_metric[INSTRUCTION_METRIC], counts)
     place_of = {sample.id: place for place, sample in enumerate(answered)}
     places = [next((place_of[one.id] for one in group if one.id in place_of), None) for group in groups]
     lacking = [number for number, group in enumerate(groups) for one in group if one.id not in place_of]
@@ -107,7 +121,7 @@ def report_suite(
         prompts,
         source,
         completions,
-        Answered([group[0] for group in groups], by_metric, places, lacking),
+        Answered(firsts, by_metric, metrics, places, lacking),
         scores=scores.scores,
         num_abstained=scores.num_abstained,
         num_score_failed=scores.num_reward_failed,
@@ -122,6 +136,8 @@ class Answered:
     """A sample of each."""
     values: Mapping[str, Sequence[float | None]]
     """By metric, of each question."""
+    metrics: Mapping[str, Metric | None]
+    """What these come to; None of one that no question has a value of."""
     places: Sequence[int | None]
     """Of the completion that is shown of each; None where none is kept."""
     lacking: Sequence[int]
@@ -156,7 +172,7 @@ def file_report(
         num_truncated=completions.finish_reasons.get("length", 0),
         num_failed=len(answered.lacking),
         failed=tuple(dict.fromkeys(ids[number] for number in answered.lacking)),
-        metrics=tuple(_metric(name, answered.values[name], suite.samples) for name in suite.chosen_metrics),
+        metrics=tuple(_known(name, answered.metrics[name]) for name in suite.chosen_metrics),
         **figures,
     )
 
@@ -176,8 +192,7 @@ def _answers(
     return read_answers(suite.scorer, texts, on_line)
 
 
-def _metric(name: str, values: Sequence[float | None], samples: int) -> Metric:
-    found = estimate(name, values, samples)
+def _known(name: str, found: Metric | None) -> Metric:
     if found is None:
         raise ConfigError(
             f"no question has enough answers with a score for {name}; look at the scorer, or leave that metric out"

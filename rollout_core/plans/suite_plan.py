@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import Recoverable
-from rollout_core.config import AnyBackend, ChoiceScorer, DatasetSource, EndpointModel, EvalConfig, Suite
+from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
+from rollout_core.config.evaluation import SuiteRows
 from rollout_core.config.rewards import ModelReward, plain_rewards
 from rollout_core.data.continuations import SCORING, encode_continuations
-from rollout_core.data.datasets import PromptRow, TaskRow
+from rollout_core.data.datasets import PromptRow, RowT, TaskRow
 from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.evaluation.choices import continued
 from rollout_core.evaluation.prompts import render_prompts
+from rollout_core.evaluation.suite_files import function_rows
 from rollout_core.inference.backend import cannot_score
 from rollout_core.inference.endpoint_model import try_endpoint_model
 from rollout_core.models.locating import Unchecked
@@ -117,19 +119,22 @@ def _choices(
 
 
 def _prompts(plan: LearnerPlan, suite: Suite, what: str) -> Sequence[PromptRow] | None:
-    if suite.prompt is None:
-        return plan.prompt_rows(f"{what}: rows", suite.rows)
-    few_shot = suite.prompt.few_shot
-    rows = _tasks(plan, f"{what}: rows", suite.rows)
-    examples = [] if few_shot is None else _tasks(plan, f"{what}: prompt.few_shot.rows", few_shot.rows)
+    prompt = suite.prompt
+    if prompt is None:
+        return _rows(plan, f"{what}: rows", suite.rows, PromptRow)
+    rows = _rows(plan, f"{what}: rows", suite.rows, TaskRow)
+    examples: Sequence[TaskRow] | None = []
+    if prompt.few_shot is not None:
+        examples = _rows(plan, f"{what}: prompt.few_shot.rows", prompt.few_shot.rows, TaskRow)
     if rows is None or examples is None:
         return None
-    prompt = suite.prompt
     return plan.check(f"{what}: prompt", lambda: render_prompts(prompt, rows, examples))
 
 
-def _tasks(plan: LearnerPlan, what: str, source: DatasetSource) -> Sequence[TaskRow] | None:
-    stream = plan.stream(source, TaskRow)
+def _rows(plan: LearnerPlan, what: str, source: SuiteRows, model: type[RowT]) -> Sequence[RowT] | None:
+    if isinstance(source, FunctionRows):
+        return plan.check(f"{what}.{source.address_key}", lambda: function_rows(source, model, plan.base))
+    stream = plan.stream(source, model)
     rows = plan.check(f"{what}.{source.address_key}", lambda: list(stream))
     plan.reading(what, stream.remarks())
     return rows
