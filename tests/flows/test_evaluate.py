@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ import pytest
 from typer.testing import CliRunner
 
 from deployments.cli import app
+from rollout_core.base.errors import Fatal
 from rollout_core.config import EvalConfig
 from rollout_core.evaluation.reports import SuiteReport, compare_reports
+from rollout_core.evaluation.suite_files import read_suite
 from rollout_core.inference import engines
 from rollout_core.runs.evaluations import evaluated_models, find_evaluated
 from rollout_core.runs.run_records import RunRecords
 from tests.flows.conftest import finished_samples, objects, wait_for
+from tests.support.answer_server import AnswerServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -115,7 +120,7 @@ def test_answers_are_scored_reported_and_compared(folder: Path, tiny_model: Path
 
     # What was filed of an evaluation may be gone, by housekeeping say.
     [again] = evaluate(tiny_model, PLAIN, kind="scripted")
-    objects().files.delete(objects()._key(again.questions))
+    objects().delete(again.questions)
     gone = CliRunner().invoke(app, both)
     assert (gone.exit_code, gone.stdout) == (2, "")
     assert re.fullmatch(r"rollout: the answers to plain are not in .* evaluate the model again\n", gone.stderr)
@@ -183,3 +188,218 @@ def test_killed_while_it_answers_the_next_run_goes_on_and_comes_to_the_same_repo
     values = objects().get_json(resumed.questions)["values"]["mean"]
     wanted = [float(row["answer"] in f"SCRIPTED:{row['question']} =") for row in questions]
     assert 0 < sum(wanted) < 60 and values == wanted and resumed.num_samples == 240
+
+
+DIGITS = {
+    "name": "digits",
+    "rows": {"path": "choices.jsonl"},
+    "prompt": {"text": "sort {{ digits }} ="},
+    "scorer": {"kind": "choice"},
+}
+
+
+def write_choices(folder: Path, count: int) -> None:
+    rows = [
+        {"id": f"c{n}", "digits": f"{n} 1", "choices": [f"1 {n}", f"{n} 1", "0"], "answer": n % 3} for n in range(count)
+    ]
+    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_choices_are_scored_by_log_likelihood_and_a_second_evaluation_scores_nothing(folder: Path, tiny_model: Path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_choices(folder, 8)
+    [report] = evaluate(tiny_model, DIGITS)
+    tokenizer, policy = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
+    wanted: dict[str, list[float]] = {"acc": [], "acc_norm": []}
+    for line in (folder / "choices.jsonl").read_text().splitlines():
+        row, totals = json.loads(line), []
+        before = tokenizer(f"sort {row['digits']} =")["input_ids"]
+        for choice in row["choices"]:
+            ids = tokenizer(f"sort {row['digits']} = {choice}")["input_ids"]
+            with torch.no_grad():
+                logprobs = policy(torch.tensor([ids])).logits[0].log_softmax(-1)
+            totals.append(sum(float(logprobs[place - 1, ids[place]]) for place in range(len(before), len(ids))))
+        normed = [total / len(choice) for total, choice in zip(totals, row["choices"], strict=True)]
+        for name, values in (("acc", totals), ("acc_norm", normed)):
+            wanted[name].append(float(values.index(max(values)) == row["answer"]))
+    filed = objects().get_json(report.questions)
+    assert {name: filed["values"][name] for name in wanted} == wanted
+    assert [metric.name for metric in report.metrics] == ["acc", "acc_norm"]
+    assert (report.num_questions, report.num_samples) == (8, 24)
+    scored = finished_samples()
+    assert evaluate(tiny_model, DIGITS) == [report] and finished_samples() == scored
+    assert {state for title, state in last_states().items() if not title.startswith("import_")} == {"Cached"}
+
+    [other] = evaluate(tiny_model, {**DIGITS, "prompt": {"text": "order {{ digits }} ="}})
+    compared = compare_reports(objects(), report, other)
+    assert compared.gains["acc"].num_prompts == 8 and "8 questions of 8 and 8 are paired" in (compared.remark or "")
+
+
+def test_killed_while_it_scores_choices_the_next_run_goes_on(
+    folder: Path, tiny_model: Path, start_process: Any, prefect_server: str
+):
+    write_choices(folder, 40)
+    (folder / "digits.toml").write_text(
+        f'name = "digits"\nrows = {{ path = "{folder}/choices.jsonl" }}\n'
+        'prompt = { text = "sort {{ digits }} =" }\nscorer = { kind = "choice" }\n'
+    )
+    slow = ("--backend", "scripted", "--set", "backend.delay_seconds=0.03", "--set", "backend.text=1 7")
+
+    def run() -> subprocess.Popen[str]:
+        environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}
+        command = ("eval", "run", str(tiny_model), "--suite", str(folder / "digits.toml"), *slow)
+        return start_process(*ROLLOUT, *command, env=environment)
+
+    process = run()
+    wait_for(lambda: finished_samples() >= 20, "20 choices", process=process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 20 <= finished_samples() < 120
+    process = run()
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output[-4000:]
+    assert finished_samples() == 120
+    [model] = evaluated_models(RunRecords(objects()))
+    # Only of question 7 a choice is the scripted text; of the others the shortest one has the least tokens.
+    values = objects().get_json(model.reports["digits"].questions)["values"]["acc"]
+    assert values[7] == 0.0 and len(values) == 40
+
+
+def ask(server: AnswerServer, *suites: dict[str, Any], **model: Any) -> list[SuiteReport]:
+    from flows.evaluate import evaluate_suites
+
+    named = {"kind": "endpoint", "url": server.url, "model": "wise", "max_retries": 0, **model}
+    config = EvalConfig.model_validate({"model": named, "suites": suites})
+    return [SuiteReport.model_validate(report) for report in evaluate_suites(config)["reports"]]
+
+
+ANSWERS = {f"sort {n} 1 =": f"sort 3 and {n}" for n in range(2, 6)}
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "anthropic"])
+def test_a_model_at_an_endpoint_is_asked_once_for_each_revision(folder: Path, api: str):
+    with AnswerServer(ANSWERS) as server:
+        [report] = ask(server, PLAIN, api=api, revision="may")
+        assert report.headline.value == 1.0 and (report.num_tokens, len(server.asked)) == (12, 4)
+        assert ask(server, PLAIN, api=api, revision="may", max_concurrency=2) == [report] and len(server.asked) == 4
+        [other] = ask(server, PLAIN, api=api, revision="june")
+        assert len(server.asked) == 8 and other.model != report.model and other.suite_id == report.suite_id
+        body = {"chat": "messages", "completions": "prompt", "anthropic": "messages"}[api]
+        assert all(body in each and each["temperature"] == 0 and each["max_tokens"] == 32 for each in server.asked)
+    listed = CliRunner().invoke(app, ["eval", "list"]).stdout
+    assert f"wise at {server.url} (may)" in " ".join(listed.split())
+    compared = CliRunner().invoke(app, ["eval", "compare", report.model[:8], f"wise at {server.url} (june)"])
+    assert compared.exit_code == 0 and "questions that flipped: 0 lost, 0 gained" in compared.stdout
+
+
+@pytest.mark.parametrize(("rule", "value", "questions"), [("leave_out", 1.0, 3), ("wrong", 0.75, 4)])
+def test_one_refused_question_ends_no_evaluation(folder: Path, rule: str, value: float, questions: int):
+    with AnswerServer(ANSWERS, refused=frozenset(["sort 3 1 ="])) as server:
+        [report] = ask(server, {**PLAIN, "failed": rule})
+    assert (report.headline.value, report.headline.num_questions) == (value, questions)
+    assert (report.num_questions, report.num_samples, report.num_failed, report.failed) == (4, 3, 1, ("2",))
+
+
+def test_one_refused_question_ends_the_evaluation_where_the_suite_says_so(folder: Path):
+    with (
+        AnswerServer(ANSWERS, refused=frozenset(["sort 3 1 ="])) as server,
+        pytest.raises(
+            Fatal, match=r"1 of 4 samples failed; first .*: the endpoint refuses it \(HTTP 400\): that is not"
+        ),
+    ):
+        ask(server, {**PLAIN, "failed": "fail"})
+
+
+def test_an_evaluation_at_an_endpoint_keeps_each_answer_when_it_is_killed(
+    folder: Path, start_process: Any, prefect_server: str
+):
+    questions = [{"prompt": f"say {n} ", "answer": str(n)} for n in range(40)]
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "many.toml").write_text(
+        f'name = "many"\nrows = {{ path = "{folder}/many.jsonl" }}\nscorer = {{ kind = "exact_match" }}\n'
+    )
+    held = threading.Event()
+
+    def hold(count: int) -> None:
+        if count > 12:
+            held.wait()
+
+    with AnswerServer({row["prompt"]: row["answer"] for row in questions}, on_answer=hold) as server:
+
+        def run() -> subprocess.Popen[str]:
+            environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}
+            command = ("eval", "run", server.url, "--served-model", "wise", "--suite", str(folder / "many.toml"))
+            return start_process(*ROLLOUT, *command, env=environment)
+
+        process = run()
+        try:
+            wait_for(lambda: finished_samples() >= 12, "12 answers", process=process)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            held.set()
+        server.asked.clear()
+        process = run()
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output[-4000:]
+        assert len(server.asked) == 28 and finished_samples() == 40
+        assert re.search(r"^many +accuracy +1\.0000 ", output, re.MULTILINE), output[-4000:]
+
+
+PYTHON = """
+suite = {"name": "own", "prompt": {"text": "{{ question }} ="}, "sampling": {"max_tokens": 32}}
+
+
+def rows():
+    return [{"question": f"sort {n} 1", "answer": n} for n in range(4)]
+
+
+def score(sample):
+    return float(str(sample.extras["answer"]) in sample.completion)
+"""
+
+
+def test_a_python_suite_is_evaluated_and_its_code_is_part_of_the_key(folder: Path, tiny_model: Path):
+    (folder / "own.py").write_text(PYTHON)
+    [first] = evaluate(tiny_model, read_suite("own.py"), kind="scripted")
+    assert first.headline.value == 1.0
+    assert evaluate(tiny_model, read_suite("own.py"), kind="scripted") == [first]
+    assert {state for title, state in last_states().items() if not title.startswith("import_")} == {"Cached"}
+    # Another scorer scores the same answers anew; other rows are other questions.
+    (folder / "own.py").write_text(PYTHON.replace("return float(", "return 0.5 * float("))
+    [halved] = evaluate(tiny_model, read_suite("own.py"), kind="scripted")
+    assert halved.headline.value == 0.0 and halved.completions == first.completions
+    assert halved.suite_id != first.suite_id
+    (folder / "own.py").write_text(PYTHON.replace("range(4)", "range(5)"))
+    assert evaluate(tiny_model, read_suite("own.py"), kind="scripted")[0].num_questions == 5
+
+
+def test_figures_are_exported(folder: Path, tiny_model: Path):
+    from huggingface_hub import ModelCard
+
+    [report] = evaluate(tiny_model, PLAIN, kind="scripted")
+
+    def exported(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["eval", "export", *arguments])
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    rows = list(csv.DictReader(exported().splitlines()))
+    assert [(row["suite"], row["metric"], float(row["value"])) for row in rows] == [
+        ("plain", "mean", 0.25),
+        ("plain", "accuracy", 0.25),
+    ]
+    assert rows[1]["model"] == report.model and float(rows[1]["upper"]) == report.headline.upper
+    [document] = json.loads(exported(report.model[:8], "--format", "json"))
+    assert SuiteReport.model_validate(document["reports"]["plain"]) == report
+    text = exported(str(tiny_model), "--format", "card", "--name", "tiny")
+    card = ModelCard(text)
+    assert [(each.dataset_name, each.metric_type, each.metric_value) for each in card.data.eval_results or ()] == [
+        ("plain", "mean", 0.25),
+        ("plain", "accuracy", 0.25),
+    ]
+    assert "| plain | accuracy | 0.2500 | 0.0456 to 0.6994 | 4 |" in text
+    refused = CliRunner().invoke(app, ["eval", "export", "nothing-like-it"])
+    assert refused.exit_code == 2 and "no evaluation of 'nothing-like-it' is recorded" in refused.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import EvalConfig, Suite, apply_overrides, load_config, parse_config
+from rollout_core.config import EvalConfig, Suite, apply_overrides, parse_config
+from rollout_core.evaluation.suite_files import read_suite
 from rollout_core.plans.suite_plan import plan_suites
 from rollout_core.store.reachable import plain_connections
 from tests.plan.planning import TEMPLATE, jsonl
+from tests.support.answer_server import AnswerServer
 
 PROJECT = Path(__file__).resolve().parents[2]
 QUESTION: dict[str, Any] = {
@@ -124,6 +127,203 @@ def test_a_bad_suite_is_refused_in_one_line(changes: dict[str, Any], expected: s
     assert expected in message, message
 
 
+FILE = """\
+name = "sums"
+rows = { path = "sums.jsonl" }
+sampling = { max_tokens = 8 }
+
+[prompt]
+text = "{{ question }} ="
+"""
+CHOICE = """
+[scorer]
+kind = "choice"
+"""
+PICK = """\
+name = "pick"
+rows = { path = "picks.jsonl" }
+prompt = { text = "{{ question }} =" }
+scorer = { kind = "choice" }
+"""
+BAD_FILES: list[tuple[str, str, str, str]] = [
+    # text, what of it is replaced, by what, and what is said
+    (FILE, FILE, "", "suite.toml: name: required, but not given"),
+    (FILE, "name =", "name", "suite.toml: not readable as TOML: "),
+    (FILE, '"sums"', "sums", "suite.toml: not readable as TOML: "),
+    (FILE, "[prompt]", "[prompt", "suite.toml: not readable as TOML: "),
+    (FILE, "[prompt]", "[promt]", "suite.toml: promt: unknown key; did you mean 'prompt'?"),
+    (FILE, "name =", "title =", "suite.toml: title: unknown key"),
+    (FILE, '"sums"', "7", "suite.toml: name: Input should be a valid string; got 7"),
+    (FILE, '{ path = "sums.jsonl" }', '"sums.jsonl"', "suite.toml: rows: Input should be a valid dictionary"),
+    (FILE, "path =", "pth =", "suite.toml: rows.pth: unknown key; did you mean 'path'?"),
+    (FILE, "{ path", '{ kind = "csv", path', "suite.toml: rows.kind: Input should be "),
+    (FILE, "{ path", '{ kind = "function", path', "suite.toml: rows.callable: required, but not given"),
+    (FILE, 'path = "sums.jsonl"', 'kind = "function", callable = "own.py"', "rows.callable: expected module:function"),
+    (FILE, 'path = "sums.jsonl"', 'kind = "function", callable = "own.py:rows"', "suite file own.py does not exist"),
+    (FILE, "max_tokens = 8", "max_tokens = 0", "suite.toml: sampling.max_tokens: Input should be greater than or "),
+    (FILE, "max_tokens = 8", "max_new_tokens = 8", "sampling.max_new_tokens: unknown key; did you mean 'max_tokens'?"),
+    (FILE, "max_tokens = 8", 'max_tokens = "8 tokens"', "suite.toml: sampling.max_tokens: Input should be a valid int"),
+    (FILE, "max_tokens = 8", "temperature = -1", "suite.toml: sampling.temperature: Input should be greater than or "),
+    (
+        FILE,
+        "text =",
+        "user =",
+        "suite sums: rows.path: prompt 1 holds chat messages, but the tokenizer has no chat temp",
+    ),
+    (FILE, "text =", 'description = "Sums"\nuser =', "suite.toml: prompt: description stands before text; "),
+    (
+        FILE,
+        "text =",
+        'few_shot = { rows = { path = "sums.jsonl" }, same = "kind", count = 1 }\ntext =',
+        "it has no 'kind', w",
+    ),
+    (FILE, "name =", 'failed = "skip"\nname =', "suite.toml: failed: Input should be 'leave_out', 'wrong' or 'fail'"),
+    (
+        FILE,
+        "name =",
+        'failed = "wrong"\nthreshold = 0.0\nname =',
+        'failed = "wrong" gives answers that cannot be had a s',
+    ),
+    (
+        FILE,
+        "name =",
+        'metrics = ["inst_level_acc"]\nname =',
+        "metrics: inst_level_acc counts the instructions that are ",
+    ),
+    (FILE, "name =", 'metrics = ["acc_norm"]\nname =', "metrics: unknown metric 'acc_norm'"),
+    (FILE, "name =", 'scorer = "math"\nname =', "suite.toml: scorer: Input should be a valid dictionary"),
+    (
+        FILE + CHOICE,
+        "",
+        "",
+        "sampling is for answers that are drawn and scored, and a scorer of kind 'choice' draws none",
+    ),
+    (PICK, "name =", 'metrics = ["accuracy"]\nname =', "metrics: unknown metric 'accuracy'; did you mean 'acc'?"),
+    (PICK, "name =", "samples = 4\nname =", "samples is for answers that are drawn and scored, and a scorer of kind"),
+    (
+        PICK,
+        '"choice"',
+        '"choice", choices = "options"',
+        "suite pick: scorer: row 1: it has no 'options', which scorer.c",
+    ),
+    (
+        PICK,
+        '"choice"',
+        '"choice", answer_key = "answr"',
+        "it has no 'answr', which scorer.answer_key names; did you mean",
+    ),
+    (
+        PICK,
+        '"choice"',
+        '"choice", answer_as = "letter"',
+        "suite.toml: scorer.answer_as: Input should be 'auto', 'index', ",
+    ),
+    (
+        PICK,
+        '"choice"',
+        '"choice", continuation = "{{ choise }}"',
+        "it has no 'choise', which continuation reads; did you",
+    ),
+    (PICK, '"choice"', '"choice", delimiter = ""', "suite.toml: scorer.delimiter: unknown key"),
+    (PICK, "picks", "sums", "suite pick: scorer: row 1: it has no 'choices', which scorer.choices names"),
+    (
+        PICK,
+        "picks",
+        "broken_picks",
+        "suite pick: scorer: row 2: its 'answer' is 'Z', which is the index, label or text of no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "old", "new", "expected"), BAD_FILES)
+def test_a_bad_file_is_refused_in_one_line(text: str, old: str, new: str, expected: str):
+    picks = [{"question": "sort 2 1", "choices": ["1 2", "2 1"], "answer": answer} for answer in ("A", "Z")]
+    jsonl(Path("picks.jsonl"), picks[0])
+    jsonl(Path("broken_picks.jsonl"), *picks)
+    changed = text.replace(old, new, 1) if old else text
+    assert changed != text or not old
+    Path("suite.toml").write_text(changed)
+    with pytest.raises(ConfigError) as caught:
+        plan(read_suite("suite.toml"))
+    message = str(caught.value)
+    assert expected in message and len(message.splitlines()) == 1, message
+
+
+def test_sound_choices_are_planned():
+    jsonl(Path("picks.jsonl"), {"question": "sort 2 1", "choices": ["1 2", "2 1"], "answer": "A"})
+    Path("suite.toml").write_text(PICK)
+    facts = plan(read_suite("suite.toml"))
+    assert facts["questions"] == {"pick": "1, 2 choices"}
+    assert "exceed the model's context" in refusal({**read_suite("suite.toml"), "prompt": {"text": "sort 1 " * 300}})
+
+
+ENDPOINT = {"kind": "endpoint", "model": "wise"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model": None}, "config: model.model: required, but not given"),
+        ({"kind": "endpont"}, "config: model.kind: Input should be 'endpoint'; got 'endpont'"),
+        ({"url": "ftp://x/v1"}, "model.url: expected an address such as http://127.0.0.1:8000/v1"),
+        ({"api": "responses"}, "model.api: Input should be 'chat', 'completions' or 'anthropic'; got 'responses'"),
+        ({"revison": "1"}, "config: model.revison: unknown key; did you mean 'revision'?"),
+        ({"api_key": "sk-12345"}, "expected the NAME of a secret, such as SERVER_KEY"),
+        ({"model": "unwise"}, "serves no model 'unwise', but wise; look at model.model"),
+    ],
+)
+def test_a_bad_endpoint_is_refused_in_one_line(changes: dict[str, Any], expected: str):
+    with AnswerServer() as server:
+        table = {**ENDPOINT, "url": server.url, **changes}
+        assert expected in refusal(QUESTION, model={key: value for key, value in table.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("api", "suites", "expected"),
+    [
+        ("chat", {"prompt": {"text": "{{ question }}"}}, None),
+        (
+            "completions",
+            {"prompt": {"user": "{{ question }}"}},
+            "row 1 has a conversation, and api 'completions' takes",
+        ),
+        ("chat", {"sampling": {"top_k": 5}}, "sampling.top_k: an endpoint with api 'chat' knows no such field"),
+        ("anthropic", {"sampling": {"temperature": 1.5}}, "sampling.temperature: api 'anthropic' takes at most 1"),
+        (
+            "chat",
+            {"scorer": {"kind": "model", "model": "model"}},
+            "a reward model scores token ids, which answers of an",
+        ),
+    ],
+)
+def test_what_an_endpoint_cannot_do_is_refused(api: str, suites: dict[str, Any], expected: str | None):
+    with AnswerServer() as server:
+        model = {**ENDPOINT, "url": server.url, "api": api}
+        if expected is None:
+            assert plan({**QUESTION, **suites}, model=model)["model"] == f"wise at {server.url}"
+        else:
+            with pytest.raises(ConfigError, match=re.escape(expected)):
+                plan({**QUESTION, **suites}, model=model)
+
+
+@pytest.mark.parametrize("api", ["chat", "anthropic"])
+def test_choices_at_an_endpoint_of_messages_are_refused_before_anything_is_asked(api: str):
+    jsonl(Path("picks.jsonl"), {"question": "sort 2 1", "choices": ["1 2", "2 1"], "answer": "A"})
+    Path("suite.toml").write_text(PICK)
+    with AnswerServer() as server:
+        model = {**ENDPOINT, "url": server.url, "api": api}
+        assert "gives no log-probabilities of prompts" in refusal(read_suite("suite.toml"), model=model)
+        assert server.asked == []
+        assert plan(read_suite("suite.toml"), model={**model, "api": "completions"})["questions"] == {
+            "pick": "1, 2 choices"
+        }
+
+
+def test_an_endpoint_that_is_away_is_named_as_not_checked():
+    facts = plan(QUESTION, model={**ENDPOINT, "url": "http://127.0.0.1:1/v1"})
+    assert "the endpoint does not answer" in facts["not checked"]
+
+
 def test_metrics_of_some_samples_are_refused_but_for_pass():
     drawn = functools.partial(suite, samples=4, sampling__temperature=1.0)
     assert "avg@2 is not of all 4 samples; give avg@4" in refusal(drawn(metrics=["avg@2"]))
@@ -148,9 +348,12 @@ def test_an_evaluation_starts_from_no_snapshot():
     assert "run.resume: an evaluation resumes by itself" in refusal(QUESTION, run__resume="latest")
 
 
-@pytest.mark.parametrize("file", sorted((PROJECT / "examples" / "suites").glob("*.toml")), ids=lambda file: file.stem)
+EXAMPLES = PROJECT / "examples" / "suites"
+
+
+@pytest.mark.parametrize("file", sorted([*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("*.py")]), ids=lambda file: file.stem)
 def test_example_suites_are_sound(file: Path, monkeypatch: pytest.MonkeyPatch, work: Path):
-    found = load_config(file, Suite)
+    found = Suite.model_validate(read_suite(str(file.relative_to(PROJECT)), base=PROJECT))
     model = {"uri": str(work / "model"), "chat_template": TEMPLATE}
     monkeypatch.chdir(PROJECT)
     config = EvalConfig.model_validate({"model": model, "backend": {"kind": "scripted"}, "suites": [found]})
