@@ -468,7 +468,10 @@ def _of_the_kind_meant(errors: list[Any], data: Any) -> list[Any]:
         tuple(item["loc"][:-1]): item
         for item in errors
         if item["loc"][-1:] == ("kind",)
-        and item["type"] in ("literal_error", "missing", "extra_forbidden")  # of a member that has no kind
+        and (
+            item["type"] in ("literal_error", "missing")
+            or (item["type"] == "extra_forbidden" and len(item["loc"]) > 1)  # of a member that has no kind
+        )
         and _key_of(item["loc"][:-1], data) == _key_of(item["loc"][:-2], data)
     }
     kept = [item for item in errors if not any(item["loc"][: len(member)] == member for member in refusing)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.config.evaluation import INSTRUCTION_METRIC, Suite
+from rollout_core.config.evaluation import INSTRUCTION_METRIC, ChoiceScorer, Suite
 from rollout_core.config.verifiers import InstructionsReward
 from rollout_core.data.samples import Sample, decode_completions_blob, decode_samples
 from rollout_core.evaluation.bootstrap import PairedGain, paired_gain
@@ -186,7 +186,8 @@ def _answers(
     objects: ObjectStore, suite: Suite, completions: Completions, on_line: Callable[[str], None]
 ) -> list[str | None]:
     """The answer of each completion, where one of the metrics is a vote."""
-    if not any(name.startswith("maj@") for name in suite.chosen_metrics):
+    is_vote = any(name.startswith("maj@") for name in suite.chosen_metrics)
+    if not is_vote or isinstance(suite.scorer, ChoiceScorer):
         return [None] * completions.num_samples
     texts = [row.text for row in decode_completions_blob(objects.get_bytes(completions.completions))]
     return read_answers(suite.scorer, texts, on_line)

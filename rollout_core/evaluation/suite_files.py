@@ -82,7 +82,7 @@ def _python(name: str, base: Path) -> dict[str, Any]:
 
 def function_rows(source: FunctionRows, model: type[RowT], base: Path | None = None) -> list[RowT]:
     """Rows that a user's function makes. Raises ConfigError where it fails, or makes no such rows."""
-    made: Sequence[Mapping[str, Any]] = _run(source.callable, base or Path())
+    made: Sequence[dict[str, Any]] = _run(source.callable, base or Path())
     documents = ((f"{source.callable}, row ", number, row) for number, row in enumerate(made, start=1))
     return [row for _, _, row in parse_documents(documents, model)]
 
@@ -96,7 +96,7 @@ def _run(name: str, base: Path, on_line: Callable[[str], None] = log.info) -> An
         with Child(f"{_PACKAGE}.suite_code:handle", LIMITS, on_line=lambda line: on_line(f"suite: {line}")) as child:
             return child.call(request)
     except Ended as error:
-        raise ConfigError(f"{name} cannot be run: its process {error}") from error
+        raise ConfigError(f"{name} cannot be run: it {error}") from error
     except (ConfigError, Fatal) as error:
         text = str(error)
         raise ConfigError(text if name.rpartition(":")[0] in text else f"{name}: {text}") from error

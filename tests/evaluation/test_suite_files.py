@@ -95,7 +95,7 @@ def test_prompts_may_be_made_whole(folder: Path):
         ("import nothing_like_it", "suite file .*suite.py fails on import: ModuleNotFoundError"),
         ("1 / 0", "suite file .*suite.py fails on import: ZeroDivisionError"),
         ("import sys\nsys.exit(3)", "suite file .*suite.py fails on import: SystemExit"),
-        ("import os\nos._exit(3)", "suite.py:suite cannot be run: its process exited"),
+        ("import os\nos._exit(3)", "suite.py:suite cannot be run: it ended its process with exit code 3"),
         ("tables = {}", "suite.py has no suite; expected a table or a function"),
         ("suite = ['a']", r"suite is \['a'\]; expected a table of a suite's keys"),
         ("def suite():\n    raise ValueError('no data here')", "suite of suite.py failed: ValueError: no data here"),

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from alike import GREEDY, PROMPTS, assert_alike, requests
+from alike import GREEDY, PROMPTS, assert_alike, assert_close, requests
 from batches import make_batch
 from openai import AsyncOpenAI
 from served import VLLMServer
+from test_scoring import PAIRS, requests_of
 
 from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
@@ -74,6 +75,14 @@ def engine_of(server, small):
 def test_greedy_completions_equal_those_of_the_engine_in_process(engine_of, vllm_engine, tokenizer, change):
     asked = requests(tokenizer, SamplingParams(temperature=0.0, max_tokens=24, **change))
     assert_alike(engine_of().generate(asked), vllm_engine.generate(asked))
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai"])
+def test_continuations_are_scored_as_by_the_engine_in_process(engine_of, vllm_engine, small, dialect):
+    asked = requests_of(small, PAIRS[:-1])
+    for one, other in zip(engine_of(dialect=dialect).generate(asked), vllm_engine.generate(asked), strict=True):
+        assert (one.text, one.greedy) == (other.text, other.greedy)
+        assert_close(one.logprobs, other.logprobs)
 
 
 def test_sampled_completions_too_for_a_request_has_its_own_seed(engine_of, vllm_engine, tokenizer):

@@ -147,19 +147,24 @@ scorer = { kind = "choice" }
 """
 BAD_FILES: list[tuple[str, str, str, str]] = [
     # text, what of it is replaced, by what, and what is said
-    (FILE, FILE, "", "suite.toml: name: required, but not given"),
+    (FILE, 'name = "sums"', "", "suite.toml: name: required, but not given"),
     (FILE, "name =", "name", "suite.toml: not readable as TOML: "),
     (FILE, '"sums"', "sums", "suite.toml: not readable as TOML: "),
     (FILE, "[prompt]", "[prompt", "suite.toml: not readable as TOML: "),
     (FILE, "[prompt]", "[promt]", "suite.toml: promt: unknown key; did you mean 'prompt'?"),
-    (FILE, "name =", "title =", "suite.toml: title: unknown key"),
+    (FILE, "name =", 'title = "Sums"\nname =', "suite.toml: title: unknown key"),
     (FILE, '"sums"', "7", "suite.toml: name: Input should be a valid string; got 7"),
     (FILE, '{ path = "sums.jsonl" }', '"sums.jsonl"', "suite.toml: rows: Input should be a valid dictionary"),
-    (FILE, "path =", "pth =", "suite.toml: rows.pth: unknown key; did you mean 'path'?"),
+    (
+        FILE,
+        '"sums.jsonl"',
+        '"sums.jsonl", colums = {}',
+        "suite.toml: rows.colums: unknown key; did you mean 'columns'?",
+    ),
     (FILE, "{ path", '{ kind = "csv", path', "suite.toml: rows.kind: Input should be "),
-    (FILE, "{ path", '{ kind = "function", path', "suite.toml: rows.callable: required, but not given"),
+    (FILE, 'path = "sums.jsonl"', 'kind = "function"', "suite.toml: rows.callable: required, but not given"),
     (FILE, 'path = "sums.jsonl"', 'kind = "function", callable = "own.py"', "rows.callable: expected module:function"),
-    (FILE, 'path = "sums.jsonl"', 'kind = "function", callable = "own.py:rows"', "suite file own.py does not exist"),
+    (FILE, 'path = "sums.jsonl"', 'kind = "function", callable = "own.py:rows"', "own.py does not exist; did you mean"),
     (FILE, "max_tokens = 8", "max_tokens = 0", "suite.toml: sampling.max_tokens: Input should be greater than or "),
     (FILE, "max_tokens = 8", "max_new_tokens = 8", "sampling.max_new_tokens: unknown key; did you mean 'max_tokens'?"),
     (FILE, "max_tokens = 8", 'max_tokens = "8 tokens"', "suite.toml: sampling.max_tokens: Input should be a valid int"),
@@ -198,7 +203,7 @@ BAD_FILES: list[tuple[str, str, str, str]] = [
         "",
         "sampling is for answers that are drawn and scored, and a scorer of kind 'choice' draws none",
     ),
-    (PICK, "name =", 'metrics = ["accuracy"]\nname =', "metrics: unknown metric 'accuracy'; did you mean 'acc'?"),
+    (PICK, "name =", 'metrics = ["accuracy"]\nname =', "metrics: unknown metric 'accuracy'; expected one of acc, "),
     (PICK, "name =", "samples = 4\nname =", "samples is for answers that are drawn and scored, and a scorer of kind"),
     (
         PICK,
