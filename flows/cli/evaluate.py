@@ -219,8 +219,8 @@ def _print_reports(reports: Sequence[SuiteReport]) -> None:
         table.add_column(column, justify="right" if column in figures else "left")
     for report in reports:
         missing = report.num_abstained + report.num_score_failed
-        told = (report.num_samples, report.num_truncated, missing, report.num_failed)
-        counts = tuple(f"{count:,}" for count in told)
+        numbers = (report.num_samples, report.num_truncated, missing, report.num_failed)
+        counts = tuple(f"{count:,}" for count in numbers)
         for metric in report.metrics:
             row = (report.suite, metric.name, f"{metric.value:.4f}", _interval(metric), f"{metric.num_questions:,}")
             add_row(table, (*row, *counts))

@@ -139,7 +139,7 @@ def scored_texts(pairs: Sequence[Continued], *, model: ContentId) -> list[Sample
 def _samples(pairs: Sequence[Continued], encoded: Sequence[tuple[list[int], int]], model: ContentId) -> list[Sample]:
     ids = SampleIds(model, _IDENTITY)
     named = [{"prompt": identified(row), "continuation": continuation} for row, continuation in pairs]
-    # Equal ones of a set are told apart, as everywhere: a sample is one line of the results.
+    # Equal ones of a set have numbers, as everywhere: a sample is one line of the results.
     places = occurrences_of(ids.of(each, 0) for each in named)
     return [
         Sample(

@@ -15,7 +15,7 @@ from rollout_core.base.ids import canonical_json
 from rollout_core.rewards.user_code import UserCode, importable, load_module
 
 FUNCTIONS = ("rows", "examples", "score")
-"""That a file may have beside ``suite``."""
+"""That a file may have in addition to ``suite``."""
 
 
 def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:

@@ -54,7 +54,17 @@ which replays; and fewer rounds of the same calls."""
 NOT_ALL = "more calls may follow, as results say"
 PAIRS = {"dataset": {"path": "data/example/pairs.jsonl"}, "optimizer": {"lr": 1e-4}, "sequence": {"max_length": 64}}
 TRAINED_REWARD = {"kind": "model", "model": "data/example/reward-model"}
+CHOICES = {
+    "name": "choices",
+    "rows": {"path": str(PROJECT / "examples" / "suites" / "choices.jsonl")},
+    "prompt": {"text": "{{ question }}"},
+    "scorer": {"kind": "choice"},
+}
+HELD_OUT = {"name": "sorting", "rows": {"path": "data/example/held-out.jsonl"}, "sampling": {"max_tokens": 16}}
+AWAY = {"kind": "endpoint", "url": "http://127.0.0.1:9/v1", "model": "served", "revision": "1"}
 FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "eval-tiny, choices": ("eval-tiny", {"suites": [CHOICES]}),
+    "eval-tiny, a model at an endpoint": ("eval-tiny", {"model": AWAY, "suites": [HELD_OUT]}),
     "ppo-tiny, a reward model": ("ppo-tiny", {"algorithm.reward": TRAINED_REWARD}),
     "grpo-tiny, a sum of rewards": (
         "grpo-tiny",
