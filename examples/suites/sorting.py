@@ -7,7 +7,10 @@ import random
 
 suite = {
     "name": "sorting",
-    "prompt": {"text": "Sort these numbers: {{ numbers }}\nSorted:", "few_shot": {"count": 2, "answer": " {{ answer }}"}},
+    "prompt": {
+        "text": "Sort these numbers: {{ numbers }}\nSorted:",
+        "few_shot": {"count": 2, "answer": " {{ answer }}"},
+    },
     "sampling": {"temperature": 0.0, "max_tokens": 24, "stop": ["\n"]},
     "metrics": ["mean", "accuracy"],
 }

@@ -2,9 +2,8 @@
 the log-probability of each of the continuation's tokens.
 
 Prompt and continuation are tokenised together, and the continuation's tokens are those behind as many as the prompt has
-alone; white space at the prompt's end is the continuation's. So does `_encode_pair` of lm-evaluation-harness. Special
-tokens, such as BOS, are those that the tokenizer puts before every prompt here; the harness leaves them out unless it
-is given ``add_bos_token``, and for most tokenizers there are none.
+alone; white space at the prompt's end is the continuation's. So does `_encode_pair` of lm-evaluation-harness (0.4.13).
+Special tokens, such as BOS, are those that the tokenizer puts before every prompt.
 """
 
 from __future__ import annotations
