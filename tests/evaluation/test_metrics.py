@@ -9,7 +9,17 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
-from rollout_core.evaluation.metrics import Metric, Question, estimate, is_right, majority, pass_at, value_of
+from rollout_core.evaluation.metrics import (
+    Metric,
+    Question,
+    estimate,
+    is_right,
+    majority,
+    pass_at,
+    value_of,
+    weighted_estimate,
+    weighted_values,
+)
 
 SCORES = st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_size=8)
 
@@ -138,3 +148,17 @@ def test_an_interval_of_a_share_holds_it_and_is_within_its_bounds(values: list[f
     assert found.lower < found.upper
     swapped = shares(*[1 - value for value in values], samples=4)
     assert (swapped.lower, swapped.upper) == pytest.approx((1 - found.upper, 1 - found.lower))
+
+
+def test_a_weighted_mean_counts_single_instructions_and_its_error_is_a_ratios():
+    """Prompts of 1, 2 and 3 instructions, of which 1, 1 and 0 are followed: 2 of 6."""
+    shares, weights = [1.0, 0.5, None, 0.0], [1, 2, 5, 3]
+    found = weighted_estimate("inst_level_acc", shares, weights)
+    assert found is not None and (found.value, found.num_questions) == (pytest.approx(2 / 6), 3)
+    residuals = [1 * (1 - 1 / 3), 2 * (0.5 - 1 / 3), 3 * (0 - 1 / 3)]
+    error = math.sqrt(sum(each**2 for each in residuals) * 3 / 2) / 6
+    assert bounds(found) == (pytest.approx(max(0, 1 / 3 - 1.959964 * error)), pytest.approx(1 / 3 + 1.959964 * error))
+    values = weighted_values(shares, weights)
+    assert statistics.fmean(value for value in values if value is not None) == pytest.approx(2 / 6)
+    assert values[2] is None and weighted_estimate("inst_level_acc", [None], [1]) is None
+    assert bounds(weighted_estimate("inst_level_acc", [1.0, 1.0], [1, 2]) or found) == (None, None)

@@ -72,6 +72,22 @@ def test_the_seed_chooses_the_examples_and_nothing_else_does():
     assert [render_prompts(prompt, [row], ROWS)[0].prompt for row in ROWS] == of(0)
 
 
+def test_examples_may_be_the_first_ones_of_the_questions_own_kind_behind_one_description():
+    rows = [
+        TaskRow(extras={"question": f"{n}", "answer": n, "kind": "even" if n % 2 == 0 else "odd"}) for n in range(7)
+    ]
+    few_shot = {**FEW_SHOT, "in_order": True, "same": "kind"}
+    made = render_prompts(
+        prompt_of(description="About {{ kind }} numbers.\n", text="{{ question }} =", few_shot=few_shot), rows, rows
+    )
+    assert [row.prompt for row in made[2:4]] == [
+        "About even numbers.\n0 = 0\n4 = 4\n2 =",
+        "About odd numbers.\n1 = 1\n5 = 5\n3 =",
+    ]
+    with pytest.raises(ConfigError, match=r"row 2: few_shot.count is 3, and few_shot.rows has 2 of kind 'odd' besides"):
+        render_prompts(prompt_of(text="{{ question }} =", few_shot={**few_shot, "count": 3}), rows, rows)
+
+
 def test_rendered_rows_are_read_again_as_they_are():
     made = render_prompts(prompt_of(system="s", user="{{ question }}\n"), ROWS)
     assert parse_rows(to_jsonl(made), "rows", PromptRow) == made
