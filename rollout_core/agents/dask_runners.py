@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,6 +122,8 @@ class DaskRunners:
         self._tasks: dict[str, Future[Outcome]] = {}
         """By address of the worker."""
         self._num_started = 0
+        self._due: dict[str, float] = {}
+        """When a process that has died is replaced, by address of its worker."""
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> DaskRunners:
@@ -178,12 +181,15 @@ class DaskRunners:
             await self._client.cancel(gone, force=True)
 
     async def _see(self, address: str) -> None:
-        """Start a process on this worker, or another one in place of one that died."""
+        """Start a process on this worker, or, when it is due, another one in place of one that died."""
         task = self._tasks.get(address)
         if task is not None:
             if not task.done():
                 return
-            await self._judge(await self._outcome(task))
+            del self._tasks[address]
+            self._due[address] = time.monotonic() + self._pause(await self._outcome(task))
+        if time.monotonic() < self._due.get(address, 0.0):
+            return
         order = replace(self._order, number=self._num_started)
         self._num_started += 1
         self._tasks[address] = self._client.submit(
@@ -207,10 +213,11 @@ class DaskRunners:
             )
         return Outcome(death=f"Dask gave it up ({error or task.status})")
 
-    async def _judge(self, outcome: Outcome) -> None:
+    def _pause(self, outcome: Outcome) -> float:
+        """Seconds before a process that ended so is replaced. Raises what makes the run fail instead."""
         if outcome.refusal:
             raise ConfigError(outcome.refusal)
         reason = outcome.death or "it ended unasked"
         pause = self._restarts.pause(reason)
         log.warning("A process of runners died (%s); it is replaced", reason)
-        await asyncio.sleep(pause)
+        return pause

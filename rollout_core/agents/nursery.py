@@ -3,7 +3,8 @@
 A fresh interpreter of one thread, which holds the packages that every runner needs and nothing of the program that
 started it: no connection, no lock, no thread. What the runners work with comes over a pipe as bytes, and each of them
 reads it for itself (`rollout_core.agents.handover`). It has a session of its own, as each runner has, so that it
-outlives whatever kills the program, and ends the runners with all that agents have started.
+outlives whatever kills the program, and ends each runner's process group: the runner, and what its agents have started
+that has made no group of its own.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Runner:
         while not self.said.closed and self.said.poll():
             try:
                 message = receive(self.said)
-            except EOFError:
+            except (EOFError, OSError):  # OSError: it was killed in the middle of a message
                 self.said.close()
             else:
                 is_ready = is_ready or message == READY
@@ -78,7 +79,7 @@ class _Runner:
         return is_ready
 
     def end(self) -> None:
-        """Kill it, unless it has ended, and what its agents have started."""
+        """Kill its process group: it, unless it has ended, and what its agents have started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet

@@ -87,7 +87,8 @@ class RunnerProcesses:
         max_restarts, num_ended: how often a runner that dies is started again, see `Restarts`.
         allowed_exit_codes: those that count as a return.
         imports: modules that they share, see `Tracer.imports`.
-        start_seconds: longest time until a runner says that it is ready for work; None: no limit.
+        start_seconds: longest time until a runner says that it is ready for work, before all have been once; None: no
+            limit.
         output: the file that a runner of a number writes to; None: where this process does.
 
     Raises CannotBeImported where ``main`` cannot be handed to another process.
@@ -176,7 +177,8 @@ class RunnerProcesses:
             with contextlib.suppress(OSError):  # it has died, which `run` sees
                 send(self._connection, ["start", number, url, self._output(number)])
         oldest = min((self._started[number] for number in self._loading), default=now)
-        if self._start_seconds is not None and now - oldest > self._start_seconds:
+        is_first = not self.all_ready.is_set()
+        if self._start_seconds is not None and is_first and now - oldest > self._start_seconds:
             raise ConfigError(
                 f"the agent was not loaded within {self._start_seconds:g} s; what takes so long at its import belongs "
                 "into the function"
@@ -224,7 +226,7 @@ class RunnerProcesses:
             send(self._connection, ["signal", number])
 
     def end(self) -> None:
-        """Kill whatever still runs, with what agents have started."""
+        """Kill whatever still runs, each with its process group."""
         self._stopping = True
         with contextlib.suppress(OSError):
             send(self._connection, ["end"])

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rollout_core.base.settings import refuse_credentials
 from rollout_core.config.reward_settings import RewardSettings
+from rollout_core.sandbox.programs import SandboxKind
 
 
 def _compiles(pattern: str) -> str:
@@ -246,7 +247,7 @@ class TextReward(VerifiedReward):
 class CodeSandbox(RewardSettings):
     """Where programs run that a model wrote (`docs/sandbox.md`)."""
 
-    kind: Literal["auto", "namespaces", "bubblewrap", "docker", "gvisor", "command", "http", "none"] = "auto"
+    kind: SandboxKind = "auto"
     """``auto``: walls of the kernel, made here or by bubblewrap; ``http``: a service on another machine; ``none``: no
     wall at all."""
     url: Annotated[str, AfterValidator(refuse_credentials)] = ""

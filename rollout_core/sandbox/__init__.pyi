@@ -9,6 +9,7 @@ from .sandbox import (
     SandboxSettings as SandboxSettings,
 )
 from .walls import (
+    NoSandbox as NoSandbox,
     Wall as Wall,
     Walls as Walls,
 )

@@ -6,7 +6,6 @@ it writes and how it ends. Walls and limits are the command's: the placeholders 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import math
@@ -18,10 +17,12 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.errors import Recoverable
 from rollout_core.base.stopping import raise_if_stopping
-from rollout_core.sandbox.programs import LANGUAGES, Ended, Outcome, Program
+from rollout_core.sandbox.programs import Ended, Outcome, Program
+from rollout_core.sandbox.walls import NoSandbox
 
 PLACEHOLDERS = ("name", "image", "memory_bytes", "processes", "disk_bytes", "cpu_seconds", "script")
 """``{name}`` is another for each program; ``{script}`` what the sandbox's Python is to run: ``python3 -c {script}``."""
@@ -150,7 +151,7 @@ class CommandRunner:
 
     def run_linked(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
         """Not to be had."""
-        raise ConfigError(
+        raise NoSandbox(
             f"a sandbox by the command {self._command[0]} links no two programs, which unit tests need; "
             "use kind namespaces, bubblewrap or http"
         )
@@ -166,13 +167,8 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def _message(program: Program) -> bytes:
-    fields = program.to_json()
-    if program.source is not None:
-        name, command = LANGUAGES[program.language]
-        fields["files"] = {name: base64.b64encode(program.source.encode("utf-8", "surrogatepass")).decode()} | fields[
-            "files"
-        ]
-        fields["argv"] = [*command, *program.argv]
+    argv, files = program.command()
+    fields = replace(program, source=None, argv=argv, files=files).to_json()
     return json.dumps({name: fields[name] for name in ("files", "environment", "argv", "stdin")}).encode() + b"\n"
 
 

@@ -28,6 +28,8 @@ from rollout_core.sandbox import inside, modes
 
 MOST_BYTES = 4096
 """Of a packet."""
+MOST_WAIT_MS = 60_000
+"""At a time: ``poll`` takes no number beyond 31 bits."""
 SLACK_SECONDS = 1.0
 """For a program's first process, which ends it at its limit; past this, the launcher does."""
 KILL = b"kill"
@@ -108,7 +110,9 @@ class Launcher:
 
     def _wait_ms(self) -> int | None:
         deadlines = [run.deadline for run in self._processes.values() if run.ended is None]
-        return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1) if deadlines else None
+        if not deadlines:
+            return None
+        return max(0, min(int((min(deadlines) - time.monotonic()) * 1000) + 1, MOST_WAIT_MS))
 
     def _receive(self) -> tuple[bytes, list[int]]:
         descriptors = array.array("i")

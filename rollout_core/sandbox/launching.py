@@ -30,7 +30,7 @@ from rollout_core.base.errors import Recoverable
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import raise_if_stopping
 from rollout_core.sandbox.inside import FOLDER, LENGTH_BYTES, TEMPORARY
-from rollout_core.sandbox.programs import LANGUAGES, Outcome, Program
+from rollout_core.sandbox.programs import Outcome, Program
 
 MODULES = (
     "base.process_tree",
@@ -72,7 +72,7 @@ LOOK_SECONDS = 1.0
 PACKAGE = Path(__file__).parents[1]
 
 
-class Refusal(Exception):
+class Refusal(Recoverable):
     """The kernel refuses a wall. ``str`` is its reason."""
 
 
@@ -106,7 +106,7 @@ class Launcher:
         return self._running().walls
 
     def run(self, program: Program) -> Outcome:
-        """Run it to its end. Raises Refusal, and Recoverable where the machine is at fault."""
+        """Run it to its end. Raises Recoverable where the machine is at fault, as Refusal where no launcher starts."""
         return _Running(self._running(), self._setup, program).outcome()
 
     def run_linked(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
@@ -207,6 +207,8 @@ class _Process:
         try:
             socket.send_fds(self.control, [json.dumps(header).encode()], descriptors)
         except OSError as error:
+            if isinstance(error, ConnectionError):
+                self.end()  # it has closed its end, and may not have ended yet; the next program starts another
             raise Recoverable(f"the launcher of sandboxes is gone: {error.strerror}") from None
 
 
@@ -256,16 +258,13 @@ def _memory_file(parts: Sequence[bytes]) -> int:
 
 def _payload(program: Program, setup: Setup) -> int:
     """What the program's first process reads."""
-    files = dict(program.files)
-    source, argv = program.source, list(program.argv)
-    if source is not None:
-        name, command = LANGUAGES[program.language]
-        files.setdefault(name, source.encode("utf-8", "surrogatepass"))
-        if program.language != "python":
-            source, argv = None, [*command, *argv]
+    argv, files = program.command()
+    source = None
+    if program.source is not None and program.language == "python":  # continues in the launcher's interpreter
+        source, argv = program.source, program.argv
     header = {
         "source": source,
-        "argv": argv,
+        "argv": list(argv),
         "env": environment(setup.interpreter) | dict(program.environment),
         "search_path": list(setup.search_path),
         "files": [[name, 0o755 if body.startswith(b"#!") else 0o644, len(body)] for name, body in files.items()],

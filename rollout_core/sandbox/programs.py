@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import signal_name
 
+SandboxKind = Literal["auto", "namespaces", "bubblewrap", "docker", "gvisor", "command", "http", "none"]
 Ended = Literal["exit", "signal", "time", "cpu", "memory", "output", "processes", "disk", "stopped"]
 
 LANGUAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -51,8 +52,10 @@ class Limits:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**62:
-                raise ConfigError(f"{item.name} of a sandbox's limits is {value!r}; expected a positive number")
+            kinds = int if isinstance(item.default, int) else int | float
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**62:
+                whole = ", a whole one" if kinds is int else ""
+                raise ConfigError(f"{item.name} of a sandbox's limits is {value!r}; expected a positive number{whole}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,8 @@ class Program:
     def __post_init__(self) -> None:
         if self.source is None and not self.argv:
             raise ConfigError("a program has neither source nor argv; expected one of them")
+        if self.source is not None and not isinstance(self.source, str):
+            raise ConfigError(f"source of a program is {type(self.source).__name__}; expected a text")
         if self.source is not None and self.language not in LANGUAGES:
             raise ConfigError(f"language {self.language!r} is not known; expected one of {', '.join(LANGUAGES)}")
         if len(self.files) > MOST_FILES:
@@ -82,9 +87,21 @@ class Program:
             parts = name.split("/")
             if not all(_PLAIN_NAME.fullmatch(part) and part not in (".", "..") for part in parts):
                 raise ConfigError(f"file {name!r} of a program; expected a relative path without '.' and '..'")
+        names = self.command()[1].keys()
+        for name in names:
+            for end in range(len(name)):
+                if name[end] == "/" and name[:end] in names:
+                    raise ConfigError(f"files {name[:end]!r} and {name!r} of a program; expected a file or a folder")
         for text in (*self.argv, *self.environment, *self.environment.values()):
             if "\0" in text:
                 raise ConfigError(f"an argument or variable of a program holds a null character: {text[:50]!r}")
+
+    def command(self) -> tuple[Sequence[str], Mapping[str, bytes]]:
+        """What runs it where no interpreter waits for its source, and its files, of which the source is one then."""
+        if self.source is None:
+            return self.argv, self.files
+        name, command = LANGUAGES[self.language]
+        return [*command, *self.argv], {name: self.source.encode("utf-8", "surrogatepass"), **self.files}
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

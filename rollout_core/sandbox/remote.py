@@ -6,8 +6,9 @@
 | ``POST /v1/programs`` | a program (`Program.to_json`) | an outcome (`Outcome.to_json`) |
 | ``POST /v1/linked`` | ``[first, second]`` | ``[outcome, outcome]`` |
 
-Errors are ``{"error": ...}`` with status 400 where the request is wrong, 401 without the key, 409 where the service has
-no walls, and 503 where trying again may help.
+Errors are ``{"detail": ...}`` with status 400 where the request is wrong, 401 without the key, 404 for another path,
+409 where the service has no walls, 413 where the body is too large, 503 where trying again may help, and 500 where the
+service itself is at fault.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from urllib.parse import urlsplit
 
 from rollout_core.base.errors import ConfigError, Recoverable, RetryHint
 from rollout_core.sandbox.programs import Outcome, Program
-from rollout_core.sandbox.walls import Wall, Walls
+from rollout_core.sandbox.walls import NoSandbox, Wall, Walls
 
 SLACK_SECONDS = 60.0
 """Added to a program's own limit, for waiting and transfer."""
+MOST_WAIT_SECONDS = 1e6
+"""A socket takes no more milliseconds than 31 bits hold."""
 MOST_BYTES = 256 * 2**20
 """Of a request or an answer."""
 
@@ -41,7 +44,8 @@ class RemoteRunner:
         self._api_key = api_key
 
     def run(self, program: Program) -> Outcome:
-        """Run it there. Raises Recoverable where the service does not answer, ConfigError where it refuses."""
+        """Run it there. Raises Recoverable where the service does not answer, NoSandbox where it has no walls or
+        refuses this caller, and ConfigError where it refuses the program."""
         answer = self._ask("POST", "/v1/programs", program.to_json(), program.limits.wall_seconds)
         return self._decoded(lambda: Outcome.from_json(answer))
 
@@ -52,11 +56,11 @@ class RemoteRunner:
         return self._decoded(lambda: (Outcome.from_json(answer[0]), Outcome.from_json(answer[1])))
 
     def walls(self) -> Walls:
-        """Those that the service has."""
+        """Those that the service has. Raises Recoverable where it does not answer."""
         try:
             answer = self._ask("GET", "/v1/walls", None, 0.0)
             found = tuple(Wall(**wall) for wall in answer["walls"])
-        except (ConfigError, Recoverable) as error:
+        except ConfigError as error:
             found = (Wall("service", False, str(error)),)
         except (KeyError, TypeError) as error:
             found = (Wall("service", False, f"its answer is none of a sandbox service: {error}"),)
@@ -68,7 +72,7 @@ class RemoteRunner:
     def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
         parts = self._parts
         assert parts.hostname is not None
-        timeout = seconds + SLACK_SECONDS
+        timeout = min(seconds + SLACK_SECONDS, MOST_WAIT_SECONDS)
         if parts.scheme == "https":
             connection = http.client.HTTPSConnection(
                 parts.hostname, parts.port, timeout=timeout, context=ssl.create_default_context()
@@ -92,9 +96,10 @@ class RemoteRunner:
             return self._decoded(lambda: json.loads(content))
         reason = _reason(content)
         if response.status in (400, 401, 403, 404, 409, 413):
-            raise ConfigError(f"{where} refuses (status {response.status}): {reason}")
+            error = ConfigError if response.status in (400, 413) else NoSandbox
+            raise error(f"{where} refuses (status {response.status}): {reason}")
         after = response.headers.get("Retry-After", "")
-        hint = RetryHint(delay_seconds=float(after)) if after.isdigit() else None
+        hint = RetryHint(delay_seconds=float(after)) if after.isdecimal() else None
         raise Recoverable(f"{where} fails (status {response.status}): {reason}", hint)
 
     def _decoded(self, decode: Any) -> Any:
@@ -106,7 +111,7 @@ class RemoteRunner:
 
 def _reason(content: bytes) -> str:
     try:
-        return str(json.loads(content)["error"])[:500]
+        return str(json.loads(content)["detail"])[:500]
     except (ValueError, KeyError, TypeError):
         return content[:100].decode(errors="replace") or "no reason given"
 

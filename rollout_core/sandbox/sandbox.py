@@ -14,18 +14,18 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
+from rollout_core.base.determinism import usable_cores
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.sandbox.commands import PRESETS, CommandRunner
 from rollout_core.sandbox.kernel import MACHINE, is_supported
-from rollout_core.sandbox.launching import Launcher, Refusal, Setup
-from rollout_core.sandbox.programs import Outcome, Program
+from rollout_core.sandbox.launching import Launcher, Setup
+from rollout_core.sandbox.programs import Outcome, Program, SandboxKind
 from rollout_core.sandbox.remote import RemoteRunner
-from rollout_core.sandbox.walls import Wall, Walls, probe, probed, refused
+from rollout_core.sandbox.walls import NoSandbox, Wall, Walls, probe, probed, refused
 
-Kind = Literal["auto", "namespaces", "bubblewrap", "docker", "gvisor", "command", "http", "none"]
-AUTO: tuple[Kind, ...] = ("namespaces", "bubblewrap")
+AUTO: tuple[SandboxKind, ...] = ("namespaces", "bubblewrap")
 """Tried in this order. Namespaces made here have all of bubblewrap's walls and landlock, and start in a seventh of its
 time; bubblewrap can be allowed where an ordinary program is not (AppArmor, set-user-id)."""
 NOBODY = 65534
@@ -36,7 +36,7 @@ NOBODY = 65534
 class SandboxSettings:
     """Which sandbox, and what programs find in it."""
 
-    kind: Kind = "auto"
+    kind: SandboxKind = "auto"
     """``auto``: the first of `AUTO` whose walls stand. ``none``: no wall, which has to be written out."""
     parallel: int | None = None
     """Programs at a time; None: one for each processor of this process."""
@@ -55,8 +55,8 @@ class SandboxSettings:
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ConfigError(f"sandbox {self.kind!r} is not known; expected one of {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(SandboxKind):
+            raise ConfigError(f"sandbox {self.kind!r} is not known; expected one of {', '.join(get_args(SandboxKind))}")
         if self.parallel is not None and self.parallel < 1:
             raise ConfigError(f"parallel of a sandbox is {self.parallel}; expected at least 1")
         for path in (*self.readable, *self.search_path):
@@ -83,7 +83,7 @@ class Sandbox:
 
     def __init__(self, settings: SandboxSettings | None = None, **options: Any) -> None:
         self.settings = replace(settings or SandboxSettings(), **options)
-        self.parallel = self.settings.parallel or num_processors()
+        self.parallel = self.settings.parallel or usable_cores()
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(self.parallel)
         self._opened: tuple[Runner, Walls] | None = None
@@ -91,8 +91,8 @@ class Sandbox:
     def run(self, program: Program) -> Outcome:
         """Run it to its end, once it is its turn.
 
-        Raises ConfigError where this machine has no such sandbox, and Recoverable where it or the service failed: never
-        for what the program does.
+        Raises NoSandbox, a ConfigError, where this machine has no such sandbox, and Recoverable where it or the service
+        failed: never for what the program does.
         """
         with self._turns:
             return self._standing().run(program)
@@ -114,9 +114,12 @@ class Sandbox:
             return self._standing().run_linked(first, second)
 
     def walls(self) -> Walls:
-        """What this sandbox is made of on this machine. Changes nothing, and never raises ConfigError."""
-        with self._lock:
-            return self._open()[1]
+        """What this sandbox is made of on this machine. Raises ConfigError for settings that name what is not there."""
+        try:
+            with self._lock:
+                return self._open()[1]
+        except Recoverable as error:
+            return Walls(self.settings.kind, (Wall("service", False, str(error)),))
 
     def close(self) -> None:
         """End the processes that it holds; another program starts them again."""
@@ -136,13 +139,15 @@ class Sandbox:
             runner, walls = self._open()
         if walls.stand or (self.settings.kind == "none" and is_supported()):
             return runner
-        raise ConfigError(
+        raise NoSandbox(
             f"this machine has no sandbox of kind {walls.kind}: {'; '.join(walls.missing())}. Programs of others are "
             'not run without one; see `rollout doctor machine`, or write sandbox = "none" to run them without any wall',
             walls.missing(),
         )
 
     def _open(self) -> tuple[Runner, Walls]:
+        """What runs programs, and its walls. One whose walls do not stand is closed and tried again the next time: what
+        was in their way may have passed. Raises Recoverable where a service does not answer."""
         if self._opened is None:
             found: list[tuple[Runner, Walls]] = []
             for kind in AUTO if self.settings.kind == "auto" else (self.settings.kind,):
@@ -153,17 +158,15 @@ class Sandbox:
             for runner, _ in found:
                 if runner is not best[0]:
                     runner.close()
+            if not best[1].stand and self.settings.kind != "none":
+                best[0].close()
+                return best
             self._opened = best
         return self._opened
 
 
-def num_processors() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def opened(kind: Kind, settings: SandboxSettings) -> tuple[Runner, Walls]:
-    """A sandbox of this kind, and its walls."""
+def opened(kind: SandboxKind, settings: SandboxSettings) -> tuple[Runner, Walls]:
+    """A sandbox of this kind, and its walls. Raises Recoverable where a service does not answer."""
     if kind == "http":
         remote = RemoteRunner(settings.url, settings.api_key)
         return remote, remote.walls()
@@ -190,7 +193,7 @@ def opened(kind: Kind, settings: SandboxSettings) -> tuple[Runner, Walls]:
     return launcher, probe(kind, launcher)
 
 
-def _setup(kind: Kind, settings: SandboxSettings) -> Setup:
+def _setup(kind: SandboxKind, settings: SandboxSettings) -> Setup:
     executable, prefix = _interpreter(settings.python)
     for path in (*settings.readable, *settings.search_path):
         if not os.path.exists(path):
@@ -216,4 +219,4 @@ def _interpreter(python: str | None) -> tuple[str, str]:
     return str(found), str(found.parent.parent)
 
 
-__all__ = ["AUTO", "Kind", "Refusal", "Runner", "Sandbox", "SandboxSettings", "opened"]
+__all__ = ["AUTO", "Runner", "Sandbox", "SandboxSettings", "opened"]

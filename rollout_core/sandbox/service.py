@@ -7,142 +7,166 @@ wall: it needs no storage, no database, and no other key.
 from __future__ import annotations
 
 import argparse
-import hmac
-import ipaddress
+import asyncio
 import json
-import logging
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rollout_core.base.errors import ConfigError, Recoverable
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.sandbox.programs import Program
 from rollout_core.sandbox.remote import MOST_BYTES, walls_json
-from rollout_core.sandbox.sandbox import Sandbox, SandboxSettings
+from rollout_core.sandbox.sandbox import AUTO, Sandbox, SandboxSettings
+from rollout_core.sandbox.walls import NoSandbox
+from rollout_core.web.listening import (
+    DEFAULT_HOST,
+    BodyLimits,
+    Gate,
+    Gone,
+    MainServer,
+    listen,
+    read_body,
+    require_key,
+    url_of,
+    uvicorn_config,
+)
+from rollout_core.web.replies import error_reply
+from rollout_core.web.threads import ServerThread
 
-log = logging.getLogger(__name__)
+KINDS = ("auto", *AUTO)
+WALLS = "/v1/walls"
+LIMITS = BodyLimits(max_bytes=MOST_BYTES)
 
 
 class SandboxService:
-    """Serves a sandbox until `close`. ``url`` has the port that it got."""
+    """Serves a sandbox, which it closes in the end. ``url`` has the port that it got."""
 
-    def __init__(self, sandbox: Sandbox, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None) -> None:
-        if not api_key and not _is_loopback(host):
-            raise ConfigError(f"a sandbox service without a key is to listen at {host}; expected a key, or 127.0.0.1")
+    def __init__(self, sandbox: Sandbox, host: str = DEFAULT_HOST, port: int = 0, api_key: str | None = None) -> None:
+        require_key(host, api_key)
         self._sandbox = sandbox
-        handler = type("Handler", (_Handler,), {"sandbox": sandbox, "api_key": api_key})
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="rollout-sandbox-service", daemon=True)
+        self._pool = ThreadPoolExecutor(sandbox.parallel, thread_name_prefix="rollout-sandbox-service")
+        self._app = Gate(self._serve, api_key)  # before a body is read
+        self._listener = listen(host, port)
+        self._thread: ServerThread | None = None
+        self.url = url_of(host, self._listener.getsockname()[1])
 
     def start(self) -> SandboxService:
-        """Serve in a thread."""
-        self._thread.start()
+        """Serve in a thread, until `close`."""
+        self._thread = ServerThread(
+            lambda thread, listener: thread.serve(self._app, listener), self._listener, "sandbox service"
+        )
+        self._thread.started.result()
         return self
 
-    def wait(self) -> None:
-        """Until it is closed, or the process is interrupted."""
-        self._thread.join()
+    def run(self, on_serving: Callable[[], None]) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        config = uvicorn_config(self._app)
+        config.lifespan = "off"
+        MainServer(config, on_serving).run(sockets=[self._listener])
 
     def close(self) -> None:
         """End it and its sandbox."""
-        self._server.shutdown()
-        self._server.server_close()
+        if self._thread is not None:
+            self._thread.ask_to_stop()
+            self._thread.join()
+        self._listener.close()
+        self._pool.shutdown()
         self._sandbox.close()
 
-
-class _Handler(BaseHTTPRequestHandler):
-    sandbox: Sandbox
-    api_key: str | None
-    protocol_version = "HTTP/1.1"
-    timeout = 120
-
-    def do_GET(self) -> None:
-        self._answer(lambda _: walls_json(self.sandbox.walls()), "/v1/walls")
-
-    def do_POST(self) -> None:
-        if self.path == "/v1/linked":
-            self._answer(self._linked, self.path)
-        else:
-            self._answer(lambda body: self.sandbox.run(Program.from_json(body)).to_json(), "/v1/programs")
-
-    def _linked(self, body: Any) -> list[dict[str, Any]]:
-        if not isinstance(body, list) or len(body) != 2:
-            raise ConfigError("linked programs are two")
-        return [outcome.to_json() for outcome in self.sandbox.run_linked(*map(Program.from_json, body))]
-
-    def _answer(self, make: Any, path: str) -> None:
-        body = self._read()
-        if body is None:
-            return self._send(413, {"error": f"expected a body of at most {MOST_BYTES} bytes, with its length"})
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if self.api_key and not hmac.compare_digest(given, self.api_key.encode()):
-            return self._send(401, {"error": "expected the service's key: Authorization: Bearer KEY"})
-        if self.path != path:
-            return self._send(404, {"error": f"{self.path[:100]} is unknown; expected {path}"})
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            return self._send(200, make(json.loads(body) if body else None))
-        except ConfigError as error:
-            return self._send(400, {"error": str(error)})
-        except ValueError:
-            return self._send(400, {"error": "expected JSON"})
-        except Recoverable as error:
-            return self._send(503, {"error": str(error)})
+            answer = self._answers().get((scope["method"], scope["path"]))
+            if answer is None:
+                raise NotFound(f"{scope['method']} {scope['path'][:100]} is unknown to a sandbox service")
+            body = await read_body(scope, receive, LIMITS)
+            # Walls are reported while every place is taken.
+            pool = None if scope["path"] == WALLS else self._pool
+            content = await asyncio.get_running_loop().run_in_executor(pool, answer, body)
+            reply = Response(content, media_type="application/json")
+        except Gone:
+            return
+        except NoSandbox as error:
+            reply = error_reply(Conflict(str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an answer
+            reply = error_reply(error)
+        await reply(scope, receive, send)
 
-    def _read(self) -> bytes | None:
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdigit() or int(length) > MOST_BYTES or "Transfer-Encoding" in self.headers:
-            self.close_connection = True
-            return None
-        return self.rfile.read(int(length))
+    def _answers(self) -> dict[tuple[str, str], Callable[[bytes], bytes]]:
+        return {
+            ("GET", WALLS): lambda _: _json(walls_json(self._sandbox.walls())),
+            ("POST", "/v1/programs"): lambda body: _json(self._sandbox.run(Program.from_json(_parsed(body))).to_json()),
+            ("POST", "/v1/linked"): self._linked,
+        }
 
-    def _send(self, status: int, message: Any) -> None:
-        content = json.dumps(message).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        log.debug(format, *arguments)
+    def _linked(self, body: bytes) -> bytes:
+        given = _parsed(body)
+        if not isinstance(given, list) or len(given) != 2:
+            raise ConfigError("linked programs are two")
+        return _json([outcome.to_json() for outcome in self._sandbox.run_linked(*map(Program.from_json, given))])
 
 
-def _is_loopback(host: str) -> bool:
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _parsed(body: bytes) -> Any:
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ConfigError("expected JSON") from None
 
 
 def main() -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(prog="python -m rollout_core.sandbox.service", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default=DEFAULT_HOST)
     parser.add_argument("--port", type=int, default=8321)
     parser.add_argument("--api-key-file", type=Path, help="file with the key that callers must send")
-    parser.add_argument("--kind", default="auto", help="auto, namespaces or bubblewrap")
+    parser.add_argument("--kind", default="auto", help=", ".join(KINDS))
     parser.add_argument("--parallel", type=int, help="programs at a time; default: one for each processor")
     asked = parser.parse_args()
-    key = asked.api_key_file.read_text(encoding="utf-8").strip() if asked.api_key_file else None
+    try:
+        service = _service_of(asked)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    try:
+        service.run(lambda: _say(service.url))
+    finally:
+        service.close()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _service_of(asked: argparse.Namespace) -> SandboxService:
+    """Raises ConfigError where this machine has no sandbox, and for options that cannot be."""
+    key = None if asked.api_key_file is None else _key_in(asked.api_key_file)
+    if asked.kind not in KINDS:
+        raise ConfigError(f"--kind {asked.kind}: a service has its own machine's sandbox; expected {', '.join(KINDS)}")
     sandbox = Sandbox(SandboxSettings(kind=asked.kind, parallel=asked.parallel))
     try:
         walls = sandbox.walls()
         if not walls.stand:
             raise ConfigError(f"this machine has no sandbox: {'; '.join(walls.missing())}")
-        service = SandboxService(sandbox, asked.host, asked.port, key).start()
-    except (ConfigError, OSError) as error:
+        return SandboxService(sandbox, asked.host, asked.port, key)
+    except BaseException:
         sandbox.close()
-        sys.exit(f"error: {error}")
-    sys.stdout.write(f"{service.url}\n")
-    sys.stdout.flush()
+        raise
+
+
+def _key_in(path: Path) -> str:
     try:
-        service.wait()
-    except KeyboardInterrupt:
-        service.close()
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"--api-key-file {path} cannot be read: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_core.base.errors import Recoverable
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.locks import scratch_folder
-from rollout_core.sandbox.launching import Launcher, Refusal
+from rollout_core.sandbox.launching import Launcher
 from rollout_core.sandbox.programs import Limits, Outcome, Program
 
 PROBED = ("files", "processes", "network", "system calls", "privileges", "limits")
@@ -48,12 +48,16 @@ class Walls:
         return [f"{wall.name}: {wall.detail}" for wall in self.walls if wall.needed and not wall.stands]
 
 
+class NoSandbox(ConfigError):
+    """There is none here, or it is closed to this caller: a fault of the machine's settings, never of a program."""
+
+
 def probe(kind: str, launcher: Launcher) -> Walls:
     """Start a sandbox and have a program try its walls."""
     try:
         own = launcher.start()
         found = probed(launcher.run)
-    except (Refusal, Recoverable) as refusal:
+    except Recoverable as refusal:
         return refused(kind, str(refusal))
     landlock = Wall(
         "landlock",

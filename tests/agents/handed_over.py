@@ -48,3 +48,17 @@ def returns_at_once(number: int, url: str, is_ready) -> None:
 def never_ready(number: int, url: str, is_ready) -> None:
     """A runner whose agent takes for ever to load."""
     time.sleep(3600)
+
+
+def waits_for_a_word_the_second_time(number: int, url: str, is_ready) -> None:
+    """A runner that notes itself in the folder ``url``; one that comes later is ready once there is a file ``word``."""
+    folder = Path(url)
+    if not (folder / "first").exists():
+        (folder / "first").write_text(str(os.getpid()))
+    else:
+        (folder / "second").touch()
+        while not (folder / "word").exists():
+            time.sleep(0.01)
+        (folder / "ready").touch()
+    is_ready()
+    time.sleep(3600)

@@ -24,6 +24,7 @@ from rollout_core.config import RunnersConfig
 from rollout_core.store import SqlLightningStore
 from tests.agents.test_fleet import AGENT, RESOURCES, enqueue, numbers, runs
 from tests.store.patience import LONG, until
+from tests.support.alive import lives
 
 
 @pytest.fixture
@@ -89,13 +90,6 @@ def _command(process: psutil.Process) -> list[str]:
 
 def dask(part: str, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", f"distributed.cli.dask_{part}", *options], stderr=subprocess.DEVNULL)
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def address_in(file: Path) -> str | None:

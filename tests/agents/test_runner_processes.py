@@ -18,10 +18,9 @@ from rollout_core.agents.runner_processes import Restarts, RunnerProcesses
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from tests.agents import handed_over
 from tests.store.patience import LONG, until, wait_until
+from tests.support.alive import lives
 
 ROOT = Path(__file__).parents[2]
-MOMENT = 5.0
-"""More than the second in which all ends, for a busy machine."""
 
 
 def noted(folder: Path) -> list[int]:
@@ -31,7 +30,7 @@ def noted(folder: Path) -> list[int]:
 
 
 def have_ended(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(map(lives, pids))
 
 
 def test_deaths_in_a_row_are_counted_and_pauses_grow():
@@ -103,6 +102,19 @@ async def test_one_that_returns_unasked_where_that_is_no_end_or_is_never_ready_e
             await asyncio.wait_for(running, LONG)
 
 
+async def test_a_runner_that_is_started_again_may_take_longer_to_load(tmp_path):
+    processes = RunnerProcesses(handed_over.waits_for_a_word_the_second_time, [0], max_restarts=1, start_seconds=LONG)
+    async with processes.running(str(tmp_path), end_seconds=LONG) as running:
+        await asyncio.wait_for(processes.all_ready.wait(), LONG)
+        processes._start_seconds = 0.0
+        os.kill(int((tmp_path / "first").read_text()), signal.SIGKILL)
+        await until(lambda: (tmp_path / "second").exists())
+        assert not running.done()
+        (tmp_path / "word").touch()
+        await until(lambda: (tmp_path / "ready").exists())
+        assert not running.done()
+
+
 async def test_a_run_fails_whose_nursery_is_killed_and_no_runner_is_left(tmp_path):
     processes = RunnerProcesses(handed_over.waits_beside_a_child, [0], max_restarts=1)
     async with processes.running(str(tmp_path), end_seconds=LONG) as running:
@@ -111,7 +123,7 @@ async def test_a_run_fails_whose_nursery_is_killed_and_no_runner_is_left(tmp_pat
         psutil.Process(psutil.Process(runner).ppid()).kill()
         with pytest.raises(Recoverable, match="the process that starts the runners has died"):
             await asyncio.wait_for(running, LONG)
-        wait_until(lambda: have_ended([runner]), MOMENT)
+        wait_until(lambda: not lives(runner))
     os.kill(child, signal.SIGKILL)  # nobody is left who knows of it
 
 
@@ -136,7 +148,7 @@ asyncio.run(run())
 @pytest.mark.parametrize(
     ("form", "kill"), [("plain", os.kill), ("plain", os.killpg), ("forked", os.kill)], ids=["it", "group", "forked"]
 )
-def test_when_the_program_is_killed_its_runners_and_their_children_end_within_a_second(
+def test_when_the_program_is_killed_its_runners_and_their_children_end(
     tmp_path: Path, form: str, kill: Callable[[int, int], None]
 ):
     program = subprocess.Popen(
@@ -153,7 +165,7 @@ def test_when_the_program_is_killed_its_runners_and_their_children_end_within_a_
         pids = noted(tmp_path)
         assert not have_ended(pids)
         kill(program.pid, signal.SIGKILL)
-        wait_until(lambda: have_ended(pids), MOMENT)
+        wait_until(lambda: have_ended(pids))
         if forked is not None:
             os.kill(forked, signal.SIGKILL)
     finally:

@@ -14,9 +14,9 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.config.verifiers import CodeReward
 from rollout_core.rewards import RewardInput, load_reward, score, source_id
-from rollout_core.rewards.scoring import RewardFunction
+from rollout_core.rewards.scoring import RewardFunction, judge
 from rollout_core.rewards.verifiers.code_reward import CodeGrader
-from rollout_core.sandbox import Outcome, Program, Sandbox
+from rollout_core.sandbox import NoSandbox, Outcome, Program, Sandbox
 from rollout_core.sandbox.service import SandboxService
 
 SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
@@ -199,7 +199,7 @@ def test_a_services_key_is_a_secret_by_name(monkeypatch: pytest.MonkeyPatch):
             with pytest.raises(ConfigError, match="secret 'SANDBOX' is not set"):
                 load_reward(spec)
             monkeypatch.setenv("ROLLOUT_SECRET_SANDBOX", "another")
-            with pytest.raises(ConfigError, match="expected the service's key") as refused:
+            with pytest.raises(ConfigError, match="no valid API key") as refused:
                 load_reward(spec)
             assert "another" not in str(refused.value)
             monkeypatch.setenv("ROLLOUT_SECRET_SANDBOX", "the-key")
@@ -233,11 +233,11 @@ def test_objects_of_a_program_answer_where_they_are_asked_for():
 @pytest.mark.parametrize("value", ["all", "share"])
 def test_threads_are_as_many_as_programs_run_at_a_time(value: Literal["all", "share"], monkeypatch: pytest.MonkeyPatch):
     grader = CodeGrader(CodeReward(check="output", value=value, **LIMITS, sandbox="none"))
-    most, run, count = 0, grader._sandbox.run, len(threading.enumerate())
+    most, run = 0, grader._sandbox.run
 
     def counted(program: Program) -> Outcome:
         nonlocal most
-        most = max(most, len(threading.enumerate()))
+        most = max(most, sum(thread.name.startswith("rollout-code") for thread in threading.enumerate()))
         return run(program)
 
     grader._sandbox.parallel = 4
@@ -247,7 +247,22 @@ def test_threads_are_as_many_as_programs_run_at_a_time(value: Literal["all", "sh
         assert grader(inputs(*[("echo 1" if value == "share" else "print(1)", row)] * 6)) == [value == "all"] * 6
     finally:
         grader.close()
-    assert most - count <= 4
+    assert 0 < most <= 4
+
+
+def test_a_machine_that_has_no_sandbox_any_more_is_no_samples_fault(monkeypatch: pytest.MonkeyPatch):
+    reward = load_reward(spec_of(check="output"))
+
+    def refuse(sandbox: Sandbox, program: Program) -> Outcome:
+        raise NoSandbox("this machine has no sandbox")
+
+    monkeypatch.setattr(Sandbox, "run", refuse)
+    row = {"cases": [{"input": "", "output": "1"}]}
+    try:
+        with pytest.raises(Fatal, match="failed on the batch of 2 samples: NoSandbox: this machine has no sandbox"):
+            judge(reward, inputs((ADD, row), (ADD, row)))
+    finally:
+        reward.close()
 
 
 @pytest.mark.parametrize("check", ["tests", "output"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import http.client
+import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -13,17 +16,30 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from deployments.health import GROUPS
 from rollout_core.base.errors import ConfigError, Recoverable
-from rollout_core.sandbox import Limits, Program, Sandbox, Walls, kernel, walls as walls_module
+from rollout_core.sandbox import (
+    Limits,
+    NoSandbox,
+    Program,
+    Sandbox,
+    Walls,
+    kernel,
+    sandbox as sandbox_module,
+    service as service_module,
+    walls as walls_module,
+)
 from rollout_core.sandbox.call_filter import _AUDIT, _REFUSED, call_filter
 from rollout_core.sandbox.commands import CommandRunner
 from rollout_core.sandbox.remote import RemoteRunner
 from rollout_core.sandbox.service import SandboxService
 from tests.conftest import PROJECT
+from tests.store.patience import LONG
 from tests.support.machine import BUBBLEWRAP, require
 
 CASE = Program(source="print('ran')", limits=Limits(wall_seconds=60))
@@ -50,18 +66,15 @@ def test_a_program_without_walls_is_found_out(tmp_path: Path):
 
 
 NO_USER_NAMESPACES = """
-import ctypes, errno, struct, sys
-def refuse(*calls):
+import ctypes, errno, struct
+def refuse(call):
     step = lambda code, value, yes=0, no=0: struct.pack("=HBBI", code, yes, no, value)
-    program = step(0x20, 0)
-    for call in calls:
-        program += step(0x15, call, 0, 1) + step(0x06, 0x50000 | errno.EPERM)
-    program += step(0x06, 0x7FFF0000)
+    program = step(0x20, 0) + step(0x15, call, 0, 1) + step(0x06, 0x50000 | errno.EPERM) + step(0x06, 0x7FFF0000)
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     libc = ctypes.CDLL(None)
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, head, 0, 0) == 0
-refuse(272, 56 if "clone" in sys.argv else 999)
+refuse(272)
 from rollout_core.base.errors import ConfigError
 from rollout_core.sandbox import Program, Sandbox
 for kind in ("auto", "namespaces", "bubblewrap"):
@@ -76,7 +89,7 @@ for kind in ("auto", "namespaces", "bubblewrap"):
 with Sandbox(kind="none") as sandbox:
     print("none", sandbox.run(Program(source="print(1)")).stdout)
 """
-"""As a container whose runtime refuses `unshare`, and bubblewrap's `clone`, too."""
+"""As a container whose runtime refuses `unshare`."""
 
 
 @pytest.mark.skipif(kernel.MACHINE != "x86_64", reason="the numbers of the calls are those of x86-64")
@@ -251,19 +264,112 @@ def test_a_service_refuses_strangers_and_what_is_no_program(service: SandboxServ
         assert "status 401" in sandbox.walls().missing()[0]
         with pytest.raises(ConfigError, match="this machine has no sandbox of kind http"):
             sandbox.run(CASE)
-    with pytest.raises(ConfigError, match=r"without a key is to listen at 0\.0\.0\.0"):
+    with pytest.raises(ConfigError, match=r"host is 0\.0\.0\.0, .* there is no API key"):
         SandboxService(Sandbox(), "0.0.0.0")
     with pytest.raises(ConfigError, match=r"refuses \(status 400\): not a program"):
         RemoteRunner(service.url, "k")._ask("POST", "/v1/programs", {"source": 3}, 1)
     with pytest.raises(ConfigError, match=r"refuses \(status 404\)"):
         RemoteRunner(service.url, "k")._ask("POST", "/v1/other", {}, 1)
+    for body in (b"{", b"[" * 100_000, b"[{}]"):
+        status, reply = asked(service, {"Authorization": "Bearer k", "Content-Length": str(len(body))}, body)
+        assert (status, reply["error"]) == (400, "ConfigError"), reply
 
 
-def test_a_service_that_is_away_is_worth_another_try():
-    with pytest.raises(Recoverable, match="does not answer"):
-        RemoteRunner("http://127.0.0.1:9").run(CASE)
-    with Sandbox(kind="http", url="http://127.0.0.1:9") as sandbox:
+def asked(service: SandboxService, headers: dict[str, str], body: bytes = b"") -> tuple[int, dict[str, Any]]:
+    """What it answers to a request with these headers, of which ``body`` is sent."""
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=LONG)
+    try:
+        connection.putrequest("POST", "/v1/linked")
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+def test_a_service_reads_no_body_without_the_key_and_none_that_is_too_large(service: SandboxService):
+    status, reply = asked(service, {"Content-Length": "1000000"})
+    assert status == 401 and "no valid API key" in reply["detail"]
+    status, reply = asked(service, {"Authorization": "Bearer k", "Content-Length": str(2**40)})
+    assert status == 413 and "larger than" in reply["detail"]
+
+
+def test_faults_of_a_service_are_told_apart(service: SandboxService, monkeypatch: pytest.MonkeyPatch):
+    remote = RemoteRunner(service.url, "k")
+    for error, raised, message in (
+        (NoSandbox("no walls"), NoSandbox, r"refuses \(status 409\): no walls"),
+        (Recoverable("the launcher is gone"), Recoverable, r"fails \(status 503\): the launcher is gone"),
+        (KeyError("a fault of its own"), Recoverable, r"fails \(status 500\): the server failed"),
+    ):
+
+        def fail(program: Program, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(service._sandbox, "run", fail)
+        with pytest.raises(raised, match=message):
+            remote.run(CASE)
+
+
+def test_a_service_that_is_away_is_worth_another_try_and_found_once_it_is_there(namespaces: Sandbox):
+    with socket.socket() as unused:  # nobody listens there, and nobody else gets it
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        sandbox = Sandbox(kind="http", url=url)
+        with pytest.raises(Recoverable, match="does not answer"):
+            sandbox.run(CASE)
         assert "does not answer" in sandbox.walls().missing()[0]
+    with Sandbox(kind="namespaces") as served:
+        service = SandboxService(served, port=urlsplit(url).port or 0).start()
+        assert sandbox.run(CASE).stdout == b"ran\n"
+        service.close()
+
+
+def test_walls_that_did_not_stand_are_tried_again(monkeypatch: pytest.MonkeyPatch, namespaces: Sandbox):
+    with Sandbox(kind="namespaces") as sandbox:
+        with monkeypatch.context() as patched:
+            patched.setattr(sandbox_module, "probe", lambda kind, launcher: walls_module.refused(kind, "too busy"))
+            with pytest.raises(NoSandbox, match="too busy"):
+                sandbox.run(CASE)
+        assert sandbox.run(CASE).stdout == b"ran\n"
+
+
+SERVE = [sys.executable, "-m", "rollout_core.sandbox.service", "--port=0"]
+
+
+def test_a_service_of_its_own_ends_by_a_signal(namespaces: Sandbox, tmp_path: Path):
+    (tmp_path / "key").write_text("k\n")
+    command = [*SERVE, "--api-key-file", str(tmp_path / "key"), "--parallel=1"]
+    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        with Sandbox(kind="http", url=process.stdout.readline().strip(), api_key="k") as sandbox:
+            assert sandbox.run(CASE).stdout == b"ran\n"
+        process.terminate()
+        _, said = process.communicate(timeout=LONG)
+        assert (process.returncode, said) == (0, "")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kind=http"], "error: --kind http: a service has its own machine's sandbox; expected auto, namespaces"),
+        (["--api-key-file=/no/such"], "error: --api-key-file /no/such cannot be read: No such file or directory"),
+        (["--parallel=0"], "error: parallel of a sandbox is 0; expected at least 1"),
+        (["--host=0.0.0.0"], "error: host is 0.0.0.0, which other machines can reach, and there is no API key"),
+    ],
+)
+def test_a_service_says_in_one_line_what_it_cannot_do(
+    namespaces: Sandbox, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", [*SERVE[2:], *options])
+    with pytest.raises(SystemExit) as ended:
+        service_module.main()
+    assert str(ended.value).startswith(message) and "\n" not in str(ended.value)
 
 
 def test_docker_says_what_is_missing():
@@ -304,7 +410,7 @@ def test_a_command_of_ones_own(namespaces: Sandbox):
         assert not weak.walls().stand
         with pytest.raises(ConfigError, match="no filter of system calls"):
             weak.run(CASE)
-    with pytest.raises(ConfigError, match="links no two programs"):
+    with pytest.raises(NoSandbox, match="links no two programs"):
         command.run_linked(CASE, CASE)
 
 

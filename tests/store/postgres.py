@@ -22,6 +22,7 @@ import pytest
 from rollout_core.store.sql.by_url import migrate
 from rollout_core.store.sql.tables import metadata
 from tests.store.patience import LONG, wait_until
+from tests.support.alive import lives
 from tests.support.machine import POSTGRES, postgres_programs, require
 
 SETTINGS = {
@@ -134,7 +135,7 @@ class PostgresServer:
             self._process.wait(LONG)
             self._process = None
             # While one of them lives, no other server can have the data.
-            wait_until(lambda: not any(map(_lives, family)))
+            wait_until(lambda: not any(map(lives, family)))
 
     def close(self) -> None:
         """Stop the server and delete everything."""
@@ -154,9 +155,3 @@ class PostgresServer:
         # The server ends with the tests, however they end.
         rights = ["--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.getuid() == 0 else []
         return ["setpriv", "--pdeathsig", "INT", *rights, programs() / program, *arguments]
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

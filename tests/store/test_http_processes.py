@@ -27,6 +27,7 @@ from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightn
 from tests.store.patience import FOREVER, LONG, until, wait_until
 from tests.store.ports import own_port
 from tests.support import forked
+from tests.support.alive import lives
 
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("http_child.py")
@@ -59,14 +60,8 @@ def _leave_nothing_running(server_logs, tmp_path):
         for worker in workers:  # left alone they end by themselves, a little later
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
-        wait_until(lambda: not any(map(_runs, workers)))  # noqa: B023 - called at once
+        wait_until(lambda: not any(map(lives, workers)))  # noqa: B023 - called at once
     sweep(Path(tempfile.gettempdir()), f"{SCRATCH_PREFIX}*")  # of servers that were killed, as the next server does
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def start(*command: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:

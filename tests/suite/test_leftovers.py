@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.support.alive import lives
 from tests.support.machine import TOOLS, Tool, missing, require
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -67,19 +67,11 @@ def test_what_tests_leave_fails_the_session_by_name(processes: str, tmp_path: Pa
     assert "/mine-" in done.stdout and "first seen after test_own.py::test_folder" in done.stdout
     assert "1 segments of shared memory are left by tests" in done.stderr
     assert f"/dev/shm/{segment}, first seen after test_own.py::test_" in done.stderr
-    assert not is_running(int(pid)), "what is left is ended, too"
+    assert not lives(int(pid)), "what is left is ended, too"
     assert len(list((tmp_path / "temporary").iterdir())) == 1, "files of a failed session stay for a look"
     again = run_pytest(tmp_path, "def test_passes(tmp_path): (tmp_path / 'file').write_text('x')")
     assert again.returncode == 0, again.stdout + again.stderr
     assert list((tmp_path / "temporary").iterdir()) == [], "and go with the next one"
-
-
-def is_running(pid: int) -> bool:
-    """Whether it does anything: one that was killed may wait for its parent to look."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_files_come_in_the_order_of_a_seed(tmp_path: Path):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -285,5 +286,6 @@ def _run_tests(
     return reason, *taken
 
 
+@cache
 def _program(name: str) -> str:
     return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")

@@ -13,13 +13,13 @@ from rollout_core.config.verifiers import CodeReward, CodeSandbox
 from rollout_core.rewards.scoring import RewardInput, places
 from rollout_core.rewards.verifiers.code import CodeGrade, IoCase, begin_output, grade_tests
 from rollout_core.rewards.verifiers.extraction import code_or_all
-from rollout_core.sandbox import LANGUAGES, Limits, Program, Sandbox, SandboxSettings
+from rollout_core.sandbox import LANGUAGES, Limits, NoSandbox, Program, Sandbox, SandboxSettings
 
 
 class CodeGrader:
     """Grades the programs in completions, as many at a time as there are processors.
 
-    Raises ConfigError where this machine has no such sandbox, or does not run the language in it.
+    Raises ConfigError where this machine has no such sandbox (NoSandbox), or does not run the language in it.
     """
 
     def __init__(self, spec: CodeReward) -> None:
@@ -54,7 +54,8 @@ class CodeGrader:
             )
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[float | Fatal]:
-        """The reward of each input, or what is wrong with its row. Raises Recoverable where the sandbox failed."""
+        """The reward of each input, or what is wrong with its row. Raises Recoverable where the sandbox failed, and
+        NoSandbox where it is there no more."""
         with self._threads() as pool:
             try:
                 begun = [self._begin(pool, sample.completion, sample.extras) for sample in inputs]
@@ -69,6 +70,8 @@ class CodeGrader:
     def _reward(self, finished: Callable[[], CodeGrade], place: str) -> float | Fatal:
         try:
             grade = finished()
+        except NoSandbox:
+            raise  # a fault of the machine, and no sample's
         except ConfigError as error:
             return Fatal(f"reward code failed on {place}: {error}")
         return float(grade.all_passed) if self._spec.value == "all" else grade.share

@@ -37,6 +37,9 @@ _SPECS: TypeAdapter[Verified] = TypeAdapter(Verified)
 Verifier = Callable[[str, dict[str, Any]], float]
 """From a completion, and the other keys of its prompt's row, to its reward."""
 
+LOADING_SECONDS = 60.0
+"""For a verifier's packages to be imported, which a busy machine makes long; its own limit is an answer's."""
+
 
 class VerifierProcesses:
     """A reward that verifies answers, in as many processes as there are processors, up to `MAX_PROCESSES`.
@@ -58,7 +61,13 @@ class VerifierProcesses:
             seconds=spec.timeout_seconds, memory_bytes=spec.memory_mb * 2**20, processes=4, address_space=True
         )
         self._children = [
-            Child("rollout_core.rewards.verifiers.process:handle", limits, on_line=on_line, prepare=self._load)
+            Child(
+                "rollout_core.rewards.verifiers.process:handle",
+                limits,
+                on_line=on_line,
+                prepare=self._load,
+                prepare_seconds=max(spec.timeout_seconds, LOADING_SECONDS),
+            )
             for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
         ]
         self._children[0].start()
