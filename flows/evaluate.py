@@ -10,6 +10,7 @@ from flows.evaluation import judge_of
 from rollout_core.base.ids import ContentId
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
 from rollout_core.config.evaluation import SuiteRows
+from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.data.continuations import SCORING
 from rollout_core.evaluation.metrics import Metric
 from rollout_core.evaluation.reports import SuiteReport
@@ -24,7 +25,17 @@ from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.run_record import record_refusal
 from tasks.score import score_rewards
-from tasks.suites import enqueue_choices, enqueue_texts, import_rows, render_suite, report_choices, report_suite
+from tasks.suites import (
+    enqueue_choices,
+    enqueue_continuations,
+    enqueue_texts,
+    import_lm_eval,
+    import_rows,
+    render_suite,
+    report_choices,
+    report_lm_eval,
+    report_suite,
+)
 
 
 class Evaluated(TypedDict):
@@ -44,7 +55,12 @@ def evaluate_suites(config: EvalConfig) -> Evaluated:
 @pipeline(plan_suites, closes=(close_engine,))
 def _evaluate(config: EvalConfig, journal: Journal) -> Evaluated:
     model, backend = _answering(config)
-    reports = [evaluate_suite(suite, model, backend) for suite in config.suites]
+    reports = [
+        evaluate_lm_eval(suite, model, backend)
+        if isinstance(suite, LmEvalSuite)
+        else evaluate_suite(suite, model, backend)
+        for suite in config.suites
+    ]
     end_of_stages()
     journal.outcome = Outcome(facts={report.suite: ", ".join(map(_in_words, report.metrics)) for report in reports})
     return Evaluated(model=model, reports=[report.model_dump(mode="json") for report in reports])
@@ -79,6 +95,24 @@ def evaluate_suite(suite: Suite, model: ContentId, backend: AnyBackend) -> Suite
     filed = suite.model_copy(update={"scorer": judge.reward})
     whole = asked.samples if completions.num_left_out else None
     return report_suite(filed, prompts, judge.source, completions, scores, asked=whole, label=label)
+
+
+def evaluate_lm_eval(suite: LmEvalSuite, model: ContentId, backend: AnyBackend) -> SuiteReport:
+    """What ``model`` answers to tasks of lm-evaluation-harness, as `evaluate_suite` does it."""
+    label, completions, is_here = suite.name, [], not isinstance(backend, EndpointModel)
+    limit = context_limit(backend) if is_here else None
+    options = {"mode": "test", "deterministic": False, "label": label}
+    requests = import_lm_eval(suite, label=label)
+    for prompts, sampling, samples, scored in requests.asked:
+        if scored:
+            asked = enqueue_continuations(prompts, model, max_model_len=limit, tokenised=is_here, label=label)
+        elif is_here:
+            about = {"samples_per_prompt": samples, "max_model_len": limit, "mode": "test"}
+            asked = enqueue_prompts(prompts, model, sampling, **about, label=label)
+        else:
+            asked = enqueue_texts(prompts, model, sampling, samples_per_prompt=samples, label=label)
+        completions.append(batch_inference(asked, sampling, backend, **options))
+    return report_lm_eval(suite, requests, tuple(completions), label=label)
 
 
 def _prompts(suite: Suite, label: str) -> ContentId:

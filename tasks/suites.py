@@ -7,11 +7,13 @@ from typing import Literal
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config import ChoiceScorer, FunctionRows, SamplingParams, Suite, SuitePrompt
-from rollout_core.data.continuations import scored_samples, scored_texts
+from rollout_core.config.lm_eval import LmEvalSuite
+from rollout_core.data.continuations import Continued, scored_samples, scored_texts
 from rollout_core.data.dataset_sources import import_dataset
 from rollout_core.data.datasets import PromptRow, TaskRow, parse_rows, to_jsonl
 from rollout_core.data.samples import Sample, file_samples, untokenised_samples
-from rollout_core.evaluation import choices, reports
+from rollout_core.evaluation import choices, lm_eval_tasks, reports
+from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.evaluation.suite_files import function_rows
@@ -78,6 +80,27 @@ def enqueue_choices(
     objects = current_stage().objects
     rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
     pairs = choices.continued(scorer, rows)
+    return _enqueued_continuations(pairs, model, max_model_len, tokenised=tokenised)
+
+
+@stage(version=1)
+def enqueue_continuations(
+    prompts: ContentId,
+    model: ContentId,
+    *,
+    max_model_len: int | None = None,
+    tokenised: bool = True,
+    label: str = "",
+) -> PromptSet:
+    """Make a sample of each continuation that tasks of lm-evaluation-harness ask about, and enqueue them, as
+    `enqueue_choices` does."""
+    rows = parse_rows(current_stage().objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
+    return _enqueued_continuations(lm_eval_tasks.continuations(rows), model, max_model_len, tokenised=tokenised)
+
+
+def _enqueued_continuations(
+    pairs: Sequence[Continued], model: ContentId, max_model_len: int | None, *, tokenised: bool
+) -> PromptSet:
     if not tokenised:
         return _enqueued(scored_texts(pairs, model=model), model)
     return _enqueued(scored_samples(model_here(model).folder, pairs, model=model, max_model_len=max_model_len), model)
@@ -96,6 +119,26 @@ def report_choices(
 ) -> SuiteReport:
     """File the metrics of a suite whose choices were scored; ``asked`` are the samples of all of them."""
     report = choices.report_choices(current_stage().objects, suite, prompts, completions, asked)
+    _show(report, label)
+    return report
+
+
+@stage(version=1, cached=False, imports=True, time="importing")
+def import_lm_eval(suite: LmEvalSuite, *, label: str = "") -> LmEvalRequests:
+    """File what tasks of lm-evaluation-harness ask."""
+    objects, folder = current_stage().objects, connections.working_folder()
+    asked = lm_eval_tasks.ask_tasks(suite, folder).filed(objects)
+    stage_logger().info("tasks of lm_eval %s: %s", asked.version, ", ".join(suite.tasks))
+    return asked
+
+
+@stage(version=1, time="scoring")
+def report_lm_eval(
+    suite: LmEvalSuite, asked: LmEvalRequests, completions: tuple[Completions, ...], *, label: str = ""
+) -> SuiteReport:
+    """File what answers to tasks of lm-evaluation-harness come to, by the tasks' own metrics."""
+    folder = connections.working_folder()
+    report = lm_eval_tasks.report(current_stage().objects, suite, asked, completions, folder)
     _show(report, label)
     return report
 

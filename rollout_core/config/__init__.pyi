@@ -105,6 +105,7 @@ from .learning import (
     SpikeRule as SpikeRule,
     TrackerName as TrackerName,
 )
+from .lm_eval import LmEvalSuite as LmEvalSuite
 from .on_policy import (
     AdaptiveKL as AdaptiveKL,
     AnyGroupSettings as AnyGroupSettings,

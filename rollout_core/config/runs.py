@@ -20,7 +20,6 @@ from rollout_core.config.base import (
     StageTimeouts,
     identity,
 )
-from rollout_core.config.evaluation import Suite
 from rollout_core.config.inference import (
     BackendConfig,
     EndpointModel,
@@ -42,6 +41,7 @@ from rollout_core.config.learning import (
     SFTSettings,
     SimPOSettings,
 )
+from rollout_core.config.lm_eval import AnySuite
 from rollout_core.config.on_policy import (
     AnyGroupSettings,
     GKDSettings,
@@ -378,7 +378,7 @@ class EvalConfig(PlacedRun):
     """The model that answers: its files, or one at an endpoint."""
     backend: BackendConfig = VLLMBackend()
     """What generates the answers of a model whose files are here."""
-    suites: tuple[Suite, ...]
+    suites: tuple[AnySuite, ...]
     """What it is asked."""
 
     @model_validator(mode="after")

@@ -17,7 +17,8 @@ from rollout_core.base.errors import ConfigError, Fatal, near
 from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.processes import Limits
 from rollout_core.config.base import parse_config, read_toml
-from rollout_core.config.evaluation import FunctionRows, Suite
+from rollout_core.config.evaluation import FunctionRows
+from rollout_core.config.lm_eval import LmEvalSuite, suite_class
 from rollout_core.data.datasets import RowT, parse_documents
 from rollout_core.evaluation.suite_code import handle
 from rollout_core.rewards.loading import IS_ISOLATED
@@ -51,12 +52,14 @@ def read_suite(name: str, *, rows: str | None = None, base: Path | None = None) 
         table = _python(name, base or Path())
     else:
         table = read_toml((base or Path()) / name)
+    if rows is not None and suite_class(table) is LmEvalSuite:
+        raise ConfigError(f"--rows of suite {name}: tasks of lm_eval have rows of their own; change the task's file")
     if rows is not None:
         table = {**table, "rows": {"path": rows}}
         prompt = table.get("prompt")
         if isinstance(prompt, Mapping) and isinstance(prompt.get("few_shot"), Mapping):
             table["prompt"] = {**prompt, "few_shot": {**prompt["few_shot"], "rows": {"path": rows}}}
-    parse_config(table, Suite, name=name)
+    parse_config(table, suite_class(table), name=name)
     return table
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from rollout_core.base.errors import Recoverable
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
 from rollout_core.config.evaluation import SuiteRows
+from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.config.rewards import ModelReward, plain_rewards
-from rollout_core.data.continuations import SCORING, encode_continuations
+from rollout_core.data.continuations import SCORING, Continued, encode_continuations
 from rollout_core.data.datasets import PromptRow, RowT, TaskRow
 from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.evaluation.choices import continued
+from rollout_core.evaluation.lm_eval_tasks import Drawn, ask_tasks, continuations
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.suite_files import function_rows
 from rollout_core.inference.backend import cannot_score
@@ -42,7 +44,12 @@ def plan_suites(config: EvalConfig, base: Path, connections: Connections | None 
         backend = config.backend
         plan.known_model("model", config.model)
         plan.backend("backend", backend)
-    asked = {suite.name: _questions(plan, suite, backend) for suite in config.suites}
+    asked = {
+        suite.name: _requests(plan, suite, backend)
+        if isinstance(suite, LmEvalSuite)
+        else _questions(plan, suite, backend)
+        for suite in config.suites
+    }
     plan.facts["questions"] = {name: number for name, number in asked.items() if number is not None}
     return plan.done()
 
@@ -105,17 +112,47 @@ def _choices(
     pairs = plan.check(f"{what}: scorer", lambda: continued(scorer, rows))
     if pairs is None:
         return None
-    if plan.model_facts is not None:
-        limit = context_limit(backend) or plan.max_positions
-
-        def fits() -> None:
-            encoded = encode_continuations(plan.load_tokenizer(), pairs)
-            if limit is not None:
-                refuse_long_prompts([ids for ids, _ in encoded], SCORING.max_tokens, limit)
-
-        plan.check(key, fits)
-        plan.conversations(key, rows)
+    _continuations(plan, key, pairs, backend)
     return f"{len(rows)}, {len(pairs)} choices"
+
+
+def _continuations(plan: LearnerPlan, key: str, pairs: Sequence[Continued], backend: AnyBackend) -> None:
+    """They can be tokenised behind their prompts, and fit into the model's context."""
+    if plan.model_facts is None:
+        return
+    limit = context_limit(backend) or plan.max_positions
+
+    def fits() -> None:
+        encoded = encode_continuations(plan.load_tokenizer(), pairs)
+        if limit is not None:
+            refuse_long_prompts([ids for ids, _ in encoded], SCORING.max_tokens, limit)
+
+    plan.check(key, fits)
+    plan.conversations(key, list({id(row): row for row, _ in pairs}.values()))
+
+
+def _requests(plan: LearnerPlan, suite: LmEvalSuite, backend: AnyBackend) -> str | None:
+    """Tasks of lm-evaluation-harness are loaded, and what they ask can be answered."""
+    what = f"suite {suite.name}"
+    asked = plan.check(what, lambda: ask_tasks(suite, plan.base))
+    if asked is None:
+        return None
+    for drawn in asked.drawings:
+        _drawn(plan, what, drawn, backend)
+    num_requests = sum(len(drawn.rows) * drawn.samples for drawn in asked.drawings)
+    return f"{num_requests} requests of lm_eval {asked.version}"
+
+
+def _drawn(plan: LearnerPlan, what: str, drawn: Drawn, backend: AnyBackend) -> None:
+    if isinstance(backend, EndpointModel):
+        _form(plan, f"{what}: prompts", drawn.rows, backend)
+    if not drawn.scored:
+        plan.sampling(f"{what}: generation_kwargs", drawn.sampling, backend)
+        plan.prompts(f"{what}: prompts", drawn.rows, context_limit(backend), drawn.sampling)
+    elif problem := cannot_score(backend):
+        plan.violations.append(f"{what}: {problem}")
+    else:
+        _continuations(plan, f"{what}: prompts", continuations(drawn.rows), backend)
 
 
 def _prompts(plan: LearnerPlan, suite: Suite, what: str) -> Sequence[PromptRow] | None:

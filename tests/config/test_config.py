@@ -442,7 +442,7 @@ def test_a_class_whose_source_is_not_to_be_had_has_no_descriptions():
 
 def test_the_schema_covers_every_kind_of_run_with_descriptions():
     schema = json_schema()
-    assert set(schema) == {*CONFIG_KINDS, "suite"}
+    assert set(schema) == {*CONFIG_KINDS, "suite", "suite-lm-eval"}
     assert schema["nightly"]["$defs"]["PPOSettings"]["properties"]["clip"]["description"]
     # Plain unions: the run form of the Prefect UI shows them as tabs.
     assert "anyOf" in schema["nightly"]["properties"]["backend"]

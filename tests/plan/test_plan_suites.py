@@ -12,9 +12,11 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import EvalConfig, Suite, apply_overrides, parse_config
+from rollout_core.config.lm_eval import suite_class
 from rollout_core.evaluation.suite_files import read_suite
 from rollout_core.plans.suite_plan import plan_suites
 from rollout_core.store.reachable import plain_connections
+from tests.evaluation.lm_eval_tasks import write_tasks
 from tests.plan.planning import TEMPLATE, jsonl
 from tests.support.answer_server import AnswerServer
 
@@ -358,8 +360,25 @@ EXAMPLES = PROJECT / "examples" / "suites"
 
 @pytest.mark.parametrize("file", sorted([*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("*.py")]), ids=lambda file: file.stem)
 def test_example_suites_are_sound(file: Path, monkeypatch: pytest.MonkeyPatch, work: Path):
-    found = Suite.model_validate(read_suite(str(file.relative_to(PROJECT)), base=PROJECT))
+    table = read_suite(str(file.relative_to(PROJECT)), base=PROJECT)
+    found = suite_class(table).model_validate(table)
     model = {"uri": str(work / "model"), "chat_template": TEMPLATE}
     monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("HF_HOME", str(work / "hub"))
     config = EvalConfig.model_validate({"model": model, "backend": {"kind": "scripted"}, "suites": [found]})
     assert list(plan_suites(config, PROJECT, plain_connections())["questions"]) == [found.name]
+
+
+def test_tasks_of_lm_eval_are_planned_and_what_is_wrong_with_them_is_a_line(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HOME", str(work / "hub"))
+    (work / "tasks").mkdir()
+    write_tasks(work / "tasks")
+    tasks = {"kind": "lm_eval", "name": "theirs", "tasks": ["several", "chosen"], "include_path": "tasks"}
+    assert plan(tasks)["questions"] == {"theirs": "24 requests of lm_eval 0.4.13"}
+    assert "suite theirs: task 'severl' is neither known to lm_eval nor a file" in refusal(
+        {**tasks, "tasks": ["severl"]}
+    )
+    assert "suites.0.task: unknown key; did you mean 'tasks'?" in refusal({**tasks, "task": "several"})
+    assert "exceed the model's context" in refusal({**tasks, "gen_kwargs": {"max_gen_toks": 10_000}})

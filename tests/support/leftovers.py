@@ -32,7 +32,11 @@ EXPECTED = re.compile(
     r"|vllm_dist_\w+|torchelastic_\w+|dask-scratch-space|tmp\w+prefect|runner_storage"  # of processes that are killed
 )
 """Names of temporary files that libraries leave. They go with the session's folder."""
-KEPT = ("rollout_core.models.bounded.inspecting", "rollout_core.models.bounded.tokenizing")
+KEPT = (
+    "rollout_core.models.bounded.inspecting",
+    "rollout_core.models.bounded.tokenizing",
+    "rollout_core.evaluation.lm_eval_tasks",
+)
 """Modules of which each keeps a child for the next question, which ends with this process; so do rewards."""
 SEGMENTS = "psm_*"
 """Names of segments of shared memory, as Python makes them. A session within a test looks for its own alone."""

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import Fatal, Recoverable, error_of
@@ -48,6 +49,18 @@ LAST_LINES = 5
 START_SECONDS = 120.0
 """For a process to begin with a request. A busy machine takes long, which is not the code's fault."""
 STOPPED = "code running in a child process"
+WARDEN = "rollout_core.base.isolation.warden"
+PACKAGE = Path(__file__).parents[2]
+BOOT = """
+import importlib.util, runpy, sys
+found = importlib.util.spec_from_file_location(
+    "rollout_core", {package!r} + "/__init__.py", submodule_search_locations=[{package!r}]
+)
+sys.modules["rollout_core"] = module = importlib.util.module_from_spec(found)
+found.loader.exec_module(module)
+runpy.run_module({warden!r}, run_name="__main__")
+"""
+"""For another interpreter: the folder that this package is in may hold more that is not for it."""
 END_SECONDS = 15.0
 
 
@@ -84,7 +97,8 @@ class Child:
     Calls take turns. A child that was ended by a call that failed starts anew with the next one.
     ``on_line`` gets the lines that the code writes. ``prepare`` gets every new process ready: it is given what asks it,
     as `call` does, before any call gets through, and within ``prepare_seconds`` (default: as a call). A process that it
-    raises for is ended.
+    raises for is ended. ``python``: an interpreter, from 3.11 on, with packages of its own; of ours it finds this one
+    alone. Default: the one that runs this, with all that it finds.
     """
 
     def __init__(
@@ -92,11 +106,13 @@ class Child:
         handler: str,
         limits: Limits | None = None,
         *,
+        python: str | None = None,
         on_line: Callable[[str], None] = log.info,
         prepare: Callable[[Callable[[Any], Any]], object] = lambda ask: None,
         prepare_seconds: float | None = None,
     ) -> None:
         self._handler = handler
+        self._python = python
         self._prepare = prepare
         self._limits = limits or Limits()
         self._preparing = self._limits if prepare_seconds is None else replace(self._limits, seconds=prepare_seconds)
@@ -128,7 +144,7 @@ class Child:
         if self._process is not None and self.is_running:
             return self._process
         self._close()
-        process = self._process = _start(self._handler, self._limits)
+        process = self._process = _start(self._handler, self._limits, self._python)
         try:
             self._prepare(lambda request: self._ask(process, request, self._preparing))
         except BaseException:
@@ -206,7 +222,7 @@ def _end(popen: subprocess.Popen[bytes], pipes: _Pipes, owner: int) -> None:
         popen.wait()
 
 
-def _start(handler: str, limits: Limits) -> _Process:
+def _start(handler: str, limits: Limits, python: str | None) -> _Process:
     opened: list[int] = []
 
     def pipe() -> tuple[int, int]:
@@ -228,18 +244,18 @@ def _start(handler: str, limits: Limits) -> _Process:
             "answers": answers_end,
             "progress": memory,
             "handler": handler,
-            "search_path": [entry or os.getcwd() for entry in sys.path],
+            "search_path": [entry or os.getcwd() for entry in sys.path] if python is None else None,
             "memory_bytes": allowed_memory(limits),
             "max_processes": limits.processes,
             "address_space": limits.address_space,
         }
         theirs = (control_end, verdict_end, requests_end, answers_end, memory)
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", "rollout_core.base.isolation.warden", json.dumps(options)],
+            [*_command(python), json.dumps(options)],
             stdin=subprocess.DEVNULL,
             stdout=output_end,
             stderr=output_end,
-            env=child_environment(),
+            env=child_environment() if python is None else _without_path(child_environment()),
             pass_fds=theirs,
             start_new_session=True,  # Ctrl-C and hang-ups of a terminal are ours to hear
         )
@@ -256,6 +272,16 @@ def _start(handler: str, limits: Limits) -> _Process:
         with contextlib.suppress(OSError):  # beyond what this user may have
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return _Process(popen, _Pipes(control, verdict, requests, answers, output, progress))
+
+
+def _command(python: str | None) -> list[str]:
+    if python is None:
+        return [sys.executable, "-P", "-u", "-m", WARDEN]
+    return [python, "-P", "-u", "-c", BOOT.format(package=str(PACKAGE), warden=WARDEN)]
+
+
+def _without_path(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
 
 class _Call:

@@ -164,7 +164,8 @@ class Options:
     answers: int
     progress: int
     handler: str
-    search_path: list[str]
+    search_path: list[str] | None
+    """Where the code's modules are; None: where this interpreter finds them."""
     memory_bytes: int
     max_processes: int
     address_space: bool
@@ -227,7 +228,8 @@ def _become_worker(options: Options, warden: int, *own: int) -> None:
         for descriptor in (options.control, options.verdict, *own):
             os.close(descriptor)
         _bound(options)
-        sys.path[:] = options.search_path
+        if options.search_path is not None:
+            sys.path[:] = options.search_path
         serve(options.handler, options.requests, options.answers, options.progress)
     finally:
         os._exit(1)
