@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from prefect import flow
 
-from flows.evaluation import judge_of
+from flows.evaluation import Judge, judge_of
 from rollout_core.base.ids import ContentId
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
 from rollout_core.config.evaluation import SuiteRows
 from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.data.continuations import SCORING
-from rollout_core.evaluation.metrics import Metric
 from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.inference.endpoint_model import endpoint_id
 from rollout_core.inference.engines import close_engine
+from rollout_core.plans.learner_plan import plan_suites
 from rollout_core.plans.plan import context_limit
-from rollout_core.plans.suite_plan import plan_suites
 from tasks.generate import batch_inference, enqueue_prompts
 from tasks.imports import import_model, import_prompts, import_tasks
 from tasks.runtime.dry_run import end_of_stages
 from tasks.runtime.flow_run import pipeline
 from tasks.runtime.journal import Journal, Outcome
 from tasks.runtime.run_record import record_refusal
+from tasks.runtime.suite_report import in_words
 from tasks.score import score_rewards
 from tasks.suites import (
     enqueue_choices,
@@ -58,11 +59,11 @@ def _evaluate(config: EvalConfig, journal: Journal) -> Evaluated:
     reports = [
         evaluate_lm_eval(suite, model, backend)
         if isinstance(suite, LmEvalSuite)
-        else evaluate_suite(suite, model, backend)
+        else evaluate_suite(prepare_suite(suite, suite.name), model, backend)
         for suite in config.suites
     ]
     end_of_stages()
-    journal.outcome = Outcome(facts={report.suite: ", ".join(map(_in_words, report.metrics)) for report in reports})
+    journal.outcome = Outcome(facts={report.suite: ", ".join(map(in_words, report.metrics)) for report in reports})
     return Evaluated(model=model, reports=[report.model_dump(mode="json") for report in reports])
 
 
@@ -73,18 +74,39 @@ def _answering(config: EvalConfig) -> tuple[ContentId, AnyBackend]:
     return import_model(config.model).model, config.backend
 
 
-def evaluate_suite(suite: Suite, model: ContentId, backend: AnyBackend) -> SuiteReport:
+@dataclass(frozen=True)
+class PreparedSuite:
+    """A suite whose questions and scorer are as they were when they were read."""
+
+    suite: Suite
+    """Its reward models have names by content."""
+    prompts: ContentId
+    judge: Judge | None
+    """None where choices are compared."""
+
+
+def prepare_suite(suite: Suite, label: str) -> PreparedSuite:
+    """Read a suite's questions and scorer, once for all models that answer it."""
+    prompts = _prompts(suite, label)
+    if isinstance(suite.scorer, ChoiceScorer):
+        return PreparedSuite(suite, prompts, None)
+    judge = judge_of(suite.scorer)
+    return PreparedSuite(suite.model_copy(update={"scorer": judge.reward}), prompts, judge)
+
+
+def evaluate_suite(prepared: PreparedSuite, model: ContentId, backend: AnyBackend, label: str = "") -> SuiteReport:
     """What ``model`` answers to a suite, in cached stages. The engine stays for the next suite; whoever calls this ends
     it. Each answer is kept as it comes, also where the engine would not give it again to the last bit."""
-    label, prompts = suite.name, _prompts(suite, suite.name)
+    suite, prompts, judge, label = prepared.suite, prepared.prompts, prepared.judge, label or prepared.suite.name
     is_here = not isinstance(backend, EndpointModel)  # and not only at an endpoint
     limit = context_limit(backend) if is_here else None
     options = {"mode": "test", "deterministic": False, "failed": "stop" if suite.failed == "fail" else "leave_out"}
-    if isinstance(suite.scorer, ChoiceScorer):
+    if isinstance(suite.scorer, ChoiceScorer) or judge is None:
+        assert isinstance(suite.scorer, ChoiceScorer), "others have a judge"
         asked = enqueue_choices(prompts, model, suite.scorer, max_model_len=limit, tokenised=is_here, label=label)
         completions = batch_inference(asked, SCORING, backend, **options, label=label)
         return report_choices(suite, prompts, completions, asked.samples, label=label)
-    sampling, count, judge = suite.sampling, suite.samples, judge_of(suite.scorer)
+    sampling, count = suite.sampling, suite.samples
     if is_here:
         about = {"samples_per_prompt": count, "max_model_len": limit, "mode": "test"}
         asked = enqueue_prompts(prompts, model, sampling, **about, label=label)
@@ -92,9 +114,8 @@ def evaluate_suite(suite: Suite, model: ContentId, backend: AnyBackend) -> Suite
         asked = enqueue_texts(prompts, model, sampling, samples_per_prompt=count, label=label)
     completions = batch_inference(asked, sampling, backend, **options, label=label)
     scores = score_rewards(completions, judge.reward, judge.source, label=label)
-    filed = suite.model_copy(update={"scorer": judge.reward})
     whole = asked.samples if completions.num_left_out else None
-    return report_suite(filed, prompts, judge.source, completions, scores, asked=whole, label=label)
+    return report_suite(suite, prompts, judge.source, completions, scores, asked=whole, label=label)
 
 
 def evaluate_lm_eval(suite: LmEvalSuite, model: ContentId, backend: AnyBackend) -> SuiteReport:
@@ -130,8 +151,3 @@ def _tasks(rows: SuiteRows, label: str) -> ContentId:
     if isinstance(rows, FunctionRows):
         return import_rows(rows, form="tasks", label=label).data
     return import_tasks(rows, label=label).data
-
-
-def _in_words(metric: Metric) -> str:
-    interval = "" if metric.lower is None else f" ({metric.lower:.4f} to {metric.upper:.4f})"
-    return f"{metric.name} {metric.value:.4f}{interval}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollout_core.algorithms.reward_hacking import HackingWatch, PolicyRewards
@@ -10,8 +10,10 @@ from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, NightlyConfig, OnPolicySettings, SamplingParams
 from rollout_core.config.base import DatasetSource
-from rollout_core.config.promotion import Guard
+from rollout_core.config.promotion import Guard, SuiteGuard
 from rollout_core.config.rewards import RewardSpec
+from rollout_core.evaluation.moments import LATEST, START
+from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.objects.records import Checkpoint, Divergence, EvalReport, Scores
 from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.guards import GuardReports, subject_of
@@ -56,12 +58,23 @@ def evaluate_held_out(
 
 
 def guard_reports(
-    config: NightlyConfig, judge: Judge, before: EvalReport, latest: EvalReport | None, after: EvalReport
+    config: NightlyConfig,
+    judge: Judge,
+    before: EvalReport,
+    latest: EvalReport | None,
+    after: EvalReport,
+    suites: Mapping[str, Mapping[str, SuiteReport]],
+    outcome: str,
 ) -> tuple[GuardReports, ...]:
-    """Evaluations for those guards that look at another reward or at other prompts."""
+    """Evaluations for those guards that look at another reward, at other prompts, or at one of ``suites``, which are
+    by name and moment; ``outcome`` is the moment of ``after``."""
     found = []
     for number, guard in enumerate(config.promotion.guards):
-        if subject_of(guard) in ("own reward", "own prompts"):
+        if isinstance(guard, SuiteGuard):
+            known = suites[guard.name]
+            rivals = {"before": known[START], "latest": known.get(LATEST)}
+            found.append(GuardReports(guard=number, **rivals, after=known[outcome]))
+        elif subject_of(guard) in ("own reward", "own prompts"):
             measure = _measure(config, judge, guard, f"guard {number + 1}")
             found.append(
                 GuardReports(

@@ -9,6 +9,7 @@ from typing import Any
 from flows.evaluation import HackingGuard, Judge, check_guards
 from flows.partial_rollouts import Carrying
 from flows.sampling import Replaying, Sampler, curriculum_order
+from flows.suites import RunSuites
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     DatasetSettings,
@@ -30,16 +31,18 @@ from tasks.learn import UPDATES
 from tasks.runtime.connections import objects
 from tasks.runtime.generation import load_ahead
 from tasks.runtime.iterations import SamplesAhead, TrainingStates
-from tasks.runtime.journal import log_iteration
+from tasks.runtime.journal import log_iteration, stage_logger
 
 
 @dataclass(frozen=True)
-class Iteration:
-    """What one round of generate, score, update gave."""
+class Iterations:
+    """What rounds of generate, score, update came to."""
 
-    mean_reward: float
-    """Of all completions that were drawn."""
-    checkpoint: Checkpoint
+    rewards: list[float]
+    """Of each, the mean of all completions that were drawn."""
+    checkpoints: list[Checkpoint]
+    outcome: Checkpoint
+    """The last one, or the one that a suite selects."""
 
 
 def _teacher_of(settings: LearnerSettings) -> dict[str, Any]:
@@ -53,14 +56,15 @@ def policy_iterations(
     judge: Judge,
     prompts: ContentId,
     start: FirstIteration,
+    suites: RunSuites,
     *,
     reference: ContentId,
-) -> list[Iteration]:
+) -> Iterations:
     """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before, or with
     ``settings.async_depth`` on that of an earlier one, while those between are trained.
 
     A round takes up the prompts where the one before ended, also where that was in another run; the samples of the
-    first rounds are then those of ``start.model``.
+    first rounds are then those of ``start.model``. They end before the last one where ``suites`` say so.
     """
     seed, backend, kind = config.seed, config.backend, settings.family
     model, train_state = start.model, start.train_state
@@ -69,7 +73,7 @@ def policy_iterations(
     carrying = Carrying(settings, start.carried)
     sampler = Sampler(prompts, settings, backend, judge, seed, order, start, carrying)
     taught = _teacher_of(settings)
-    iterations = []
+    rewards, checkpoints = [], []
     numbers = range(start.number, settings.iterations)
     guard = HackingGuard(settings, backend, judge)
     if settings.async_depth:
@@ -86,7 +90,7 @@ def policy_iterations(
             scores, samples, again = replaying.mixed(number, drawn)
             inputs = model, train_state, reference, scores, samples
             options = {"seed": seed + number, "num_threads": config.num_threads, "label": label, **again, **taught}
-            states.best = guard.best
+            states.best = {guard.best, suites.selected}
             checkpoint = states.update(number, UPDATES[kind], *inputs, settings, **options)
             check_guards(settings, checkpoint, label)
             if not settings.async_depth and states.holds(checkpoint):  # after a cached one, samples may be cached, too
@@ -95,10 +99,17 @@ def policy_iterations(
             if settings.stores_state(number):
                 label_state(checkpoint, f"{config.run.name}/{kind}-{number + 1}", label=label)
             log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
-            iterations.append(Iteration(drawn.mean_reward, checkpoint))
+            rewards.append(drawn.mean_reward)
+            checkpoints.append(checkpoint)
             model, train_state = checkpoint.model, checkpoint.train_state
+            suites.after_iteration(number, settings.iterations, model)
+            if suites.end is not None:
+                stage_logger().info("training ends %s", suites.end)
+                break
+        outcome = next((each for each in checkpoints if each.model == suites.selected), checkpoints[-1])
+        states.require(outcome)
     carrying.end()
-    return iterations
+    return Iterations(rewards, checkpoints, outcome)
 
 
 _IMPORTS: dict[str, Callable[[DatasetSource], Dataset]] = {

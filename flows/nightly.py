@@ -10,11 +10,14 @@ from prefect import flow
 
 from flows.evaluation import Judge, divergences, evaluate_held_out, guard_reports, judge_of
 from flows.learning import learn_from_rows, policy_iterations
+from flows.suites import RunSuites
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.config.rewards import ModelReward
 from rollout_core.data.first_iteration import FirstIteration
+from rollout_core.evaluation.moments import LATEST, START
 from rollout_core.inference.engines import close_engine
+from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.rewards.kept import close_rewards
 from rollout_core.rewards.source_ids import source_id
@@ -30,6 +33,7 @@ from tasks.runtime.kept_states import keeping
 from tasks.runtime.nightly_report import Learned, Report, outcome_of, progress_of, write_report
 from tasks.runtime.run_record import record_refusal
 from tasks.runtime.scheduled_runs import skipped_for_newer
+from tasks.runtime.suite_report import worse
 
 
 class NightlyResult(TypedDict):
@@ -72,23 +76,29 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     rows = import_sft(config.sft.dataset).data
     held_out = import_prompts(config.evaluation.prompts, label="held out").data
     judge = judge_of(config.reward)
-    evaluated = partial(evaluate_held_out, config.evaluation.sampling, config.backend, held_out, judge)
-    before = evaluated(model, "before")
+    suites = RunSuites(config.evaluation.suites, config.backend)
+
+    def evaluated(of: ContentId, moment: str) -> EvalReport:
+        report = evaluate_held_out(config.evaluation.sampling, config.backend, held_out, judge, of, moment)
+        suites.evaluate(of, moment)
+        return report
+
+    before = evaluated(model, START)
     tuned = learn_from_rows(config, config.sft, model, rows=rows, snapshot_label="after SFT")
     after_sft = evaluated(tuned.model, "after SFT")
-    learned = _learn(config, tuned.model, judge)
-    final = in_base_precision(learned.checkpoints[-1].model, model)
+    learned = _learn(config, tuned.model, judge, suites)
+    final = in_base_precision(learned.outcome.model, model)
     after_learning = f"after {learned.algorithm}"
     after = evaluated(final, after_learning)
     seen = latest_model(config.promotion.resource)
     # Most often cached: last night's run evaluated it on the same prompts.
-    rival = None if seen.model in (None, model, final) else evaluated(seen.model, "latest")
+    rival = None if seen.model in (None, model, final) else evaluated(seen.model, LATEST)
     promotion = promote(
         before,
         rival,
         after,
         config.promotion,
-        guarded=guard_reports(config, judge, before, rival, after),
+        guarded=guard_reports(config, judge, before, rival, after, suites.reports, after_learning),
         divergences=divergences(config, before, rival, after),
         instead_of=seen.served,
         backend=config.backend,
@@ -98,18 +108,21 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     reason = reason_of(promotion, seen.served, config.run.name, config.promotion, progress.curve)
     report = Report(
         name=config.run.name,
-        evaluations={"before": before, "after SFT": after_sft, after_learning: after},
+        evaluations={START: before, "after SFT": after_sft, after_learning: after},
         temperature=config.evaluation.sampling.temperature,
         backend=config.backend,
         progress=progress,
         promotion=promotion.model_copy(update={"reason": reason}),
         stages=journal.entries,
+        suites=suites.reports,
+        decided=suites.facts,
+        fell=worse(objects(), suites.reports, START if rival is None else LATEST, after_learning),
     )
     folder = write_report(report, working_folder() / config.report_dir, objects())
     journal.outcome = outcome_of(report, folder)
     return NightlyResult(
         model=final,
-        train_state=learned.checkpoints[-1].train_state,
+        train_state=learned.outcome.train_state,
         held_out=report.held_out,
         rewards=progress.curve.values if progress.temperature is not None else [],
         promoted=promotion.promoted,
@@ -118,7 +131,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     )
 
 
-def _learn(config: NightlyConfig, start: ContentId, judge: Judge) -> Learned:
+def _learn(config: NightlyConfig, start: ContentId, judge: Judge, suites: RunSuites) -> Learned:
     """DPO; or PPO or GRPO, rewarded by ``judge`` or by a reward model that is trained first."""
     if config.dpo is not None:
         return Learned("DPO", [learn_from_rows(config, config.dpo, start, start, snapshot_label="after DPO")])
@@ -130,11 +143,12 @@ def _learn(config: NightlyConfig, start: ContentId, judge: Judge) -> Learned:
         reward = ModelReward(model=rater.model)
         judge = Judge(reward, source_id(reward))
     prompts = import_prompts(settings.prompts, label="training").data
-    iterations = policy_iterations(config, settings, judge, prompts, FirstIteration(start), reference=start)
+    iterations = policy_iterations(config, settings, judge, prompts, FirstIteration(start), suites, reference=start)
     return Learned(
         "GRPO" if config.ppo is None else "PPO",
-        [iteration.checkpoint for iteration in iterations],
-        [iteration.mean_reward for iteration in iterations],
+        iterations.checkpoints,
+        iterations.rewards,
         temperature=settings.sampling.temperature,
         reward_model=rater,
+        selected=iterations.outcome,
     )

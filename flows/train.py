@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.evaluation import judge_of
 from flows.learning import learn_from_rows, policy_iterations
+from flows.suites import RunSuites, suites_of
 from rollout_core.config import (
     TrainConfig,
     TrainDPOConfig,
@@ -21,6 +22,7 @@ from rollout_core.config import (
 )
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.first_iteration import first_iteration
+from rollout_core.evaluation.moments import START
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import find_start
@@ -34,6 +36,7 @@ from tasks.runtime.journal import Journal, Outcome, stage_logger
 from tasks.runtime.kept_states import keeping
 from tasks.runtime.report import Curve, shown_curve
 from tasks.runtime.run_record import record_refusal
+from tasks.runtime.suite_report import suite_curves, suite_facts
 
 
 @flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False, on_failure=[record_refusal])
@@ -78,20 +81,31 @@ def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     return _train_on_policy(config)
 
 
-@pipeline(partial(plan_training, keep=True))
+@pipeline(partial(plan_training, keep=True), closes=(close_engine, close_rewards))
 @keeping
 def _train_from_rows(config: TrainConfig[Any], journal: Journal) -> dict[str, Any]:
     settings = config.algorithm
+    suites = suites_of(config)
     models = [import_model(settings.base_model).model]
     if isinstance(settings, ReferencedAlgorithm):
         models.append(import_model(settings.reference or settings.base_model).model)
     run, start_from = config.run, None
     if run.resume is not None:
         start_from = find_start(objects(), run.resume, algorithm=settings.family, run_name=run.name).id
+    suites.evaluate(models[0], START)
     checkpoint = learn_from_rows(config, settings, *models, start_from=start_from)
+    suites.evaluate(checkpoint.model, f"after {settings.family.upper()}")
     end_of_stages()
-    journal.outcome = Outcome(facts=_facts(checkpoint))
+    journal.outcome = Outcome(
+        facts=_facts(checkpoint) | suite_facts(suites.reports), pictures=_pictures(config, suites)
+    )
     return checkpoint.model_dump(mode="json")
+
+
+def _pictures(config: TrainConfig[Any], suites: RunSuites, *curves: Curve) -> dict[str, bytes]:
+    """Of the run's curves, by their titles."""
+    shown = [shown_curve(objects(), config.run.name, curve) for curve in (*curves, *suite_curves(suites.reports))]
+    return {title: png for each in shown for title, png in each.items()}
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:
@@ -110,10 +124,13 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal)
     prompts = import_prompts(settings.prompts).data
     known = None if is_placeholder(prompts) else prompts
     start = first_iteration(objects(), config.run, settings, model, known, stage_logger().warning)
-    judge = judge_of(settings.reward)
-    iterations = policy_iterations(config, settings, judge, prompts, start, reference=model)
+    judge, suites = judge_of(settings.reward), suites_of(config)
+    suites.evaluate(start.model, START)
+    iterations = policy_iterations(config, settings, judge, prompts, start, suites, reference=model)
+    last, rewards = iterations.outcome, iterations.rewards
+    suites.evaluate(last.model, f"after {settings.family.upper()}")
     end_of_stages()
-    last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
     curve = Curve("mean training reward", rewards, f"{settings.family.upper()} iteration")
-    journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))
+    pictures = _pictures(config, suites, curve)
+    journal.outcome = Outcome(facts=_facts(last) | suite_facts(suites.reports) | suites.facts, pictures=pictures)
     return {**last.model_dump(mode="json"), "rewards": rewards}

@@ -90,7 +90,7 @@ def eval_run(
         given |= {"run.refresh": True} if refresh else {}
         overrides, options = given | parse_overrides(set_), {"backend.kind": "--backend", "run.refresh": "--refresh"}
         config = load_tables(tables, "eval run", EvalConfig, overrides, options)
-        from rollout_core.plans.suite_plan import plan_suites  # while another process imports torch for a dry run
+        from rollout_core.plans.learner_plan import plan_suites  # while another process imports torch for a dry run
 
         facts = plan_suites(config, Path.cwd(), connections())
         if dry_run:

@@ -44,6 +44,8 @@ from .evaluation import (
     FunctionRows as FunctionRows,
     Suite as Suite,
     SuitePrompt as SuitePrompt,
+    SuitesConfig as SuitesConfig,
+    TrainingSuite as TrainingSuite,
 )
 from .experience import (
     DynamicSampling as DynamicSampling,
@@ -126,11 +128,13 @@ from .promotion import (
     PromotionConfig as PromotionConfig,
     PromptsGuard as PromptsGuard,
     RewardGuard as RewardGuard,
+    SuiteGuard as SuiteGuard,
 )
 from .runs import (
     BatchSampling as BatchSampling,
     DPOAlgorithm as DPOAlgorithm,
     EvalConfig as EvalConfig,
+    EvaluatedTraining as EvaluatedTraining,
     EvaluationConfig as EvaluationConfig,
     FailurePolicy as FailurePolicy,
     GKDAlgorithm as GKDAlgorithm,

@@ -67,7 +67,22 @@ class KLGuard(Settings):
     "Approximating KL Divergence", 2020), for which they must be drawn from the model's plain distribution."""
 
 
-Guard = LengthGuard | FinishGuard | RewardGuard | PromptsGuard | KLGuard
+class SuiteGuard(Settings):
+    """`kind = "suite"`: a suite of `[[evaluation.suites]]` that the model must go on doing well at."""
+
+    kind: Literal["suite"]
+    name: str
+    """The suite's name."""
+    metric: str | None = None
+    """One of the suite's metrics. Default: the first that counts right answers, else the first."""
+    max_drop: float = Field(default=0.0, ge=0)
+    """Amount by which it may fall: the mean over the questions of both models, paired by question."""
+    confidence: float = Field(default=0.0, ge=0, lt=1)
+    """Such as 0.95: the lower end of this bootstrap interval of the gain, paired by question, may not be below
+    ``-max_drop`` either. 0: not asked for."""
+
+
+Guard = LengthGuard | FinishGuard | RewardGuard | PromptsGuard | KLGuard | SuiteGuard
 
 
 class PromotionConfig(Settings):

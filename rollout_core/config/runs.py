@@ -20,6 +20,7 @@ from rollout_core.config.base import (
     StageTimeouts,
     identity,
 )
+from rollout_core.config.evaluation import SuitesConfig, TrainingSuite
 from rollout_core.config.inference import (
     BackendConfig,
     EndpointModel,
@@ -220,6 +221,44 @@ class TrainConfig(TrainingRun, Generic[AlgorithmT]):
     """The algorithm, the model it starts from, and its data."""
 
 
+class EvaluatedTraining(TrainConfig[AlgorithmT], Generic[AlgorithmT]):
+    """A run that trains one model, which may be evaluated by suites."""
+
+    evaluation: SuitesConfig | None = None
+    """Suites that are evaluated before and after."""
+    backend: EngineConfig | None = None
+    """What generates, and answers the questions of suites. Default: vLLM."""
+
+    @property
+    def suites(self) -> tuple[TrainingSuite, ...]:
+        """Those of ``evaluation``."""
+        return () if self.evaluation is None else self.evaluation.suites
+
+    @property
+    def engine(self) -> EngineConfig:
+        """``backend``, or the default."""
+        return self.backend or VLLMBackend()
+
+    @model_validator(mode="after")
+    def _evaluated_between_iterations(self) -> EvaluatedTraining[AlgorithmT]:
+        if self.evaluation is not None:
+            _check_every(self.evaluation, self.algorithm)
+        return self
+
+
+def _check_every(evaluation: SuitesConfig, learner: LearnerSettings) -> None:
+    """Raises ValueError where suites are to be evaluated between iterations that there are not, or that overlap."""
+    if not isinstance(learner, OnPolicySettings):
+        evaluation.refuse_every(f"{learner.family} has no iterations")
+    elif learner.async_depth:
+        evaluation.refuse_every("with async_depth the engine that would answer draws samples ahead at the same time")
+    elif learner.stored_states < learner.iterations and any(entry.watches for entry in evaluation.suites):
+        raise ValueError(
+            f"a suite selects an iteration or ends training, and with state_every = {learner.state_every} not every "
+            "iteration is stored; leave it out"
+        )
+
+
 class PlacedRun(Run):
     """A run whose stages may be placed."""
 
@@ -246,13 +285,13 @@ class PlacedRun(Run):
         return self
 
 
-class TrainSFTConfig(TrainConfig[SFTAlgorithm]):
+class TrainSFTConfig(EvaluatedTraining[SFTAlgorithm]):
     """`rollout train sft`."""
 
     run: RunInfo = RunInfo(name="sft")
 
 
-class TrainPPOConfig(TrainConfig[PPOAlgorithm], PlacedRun):
+class TrainPPOConfig(EvaluatedTraining[PPOAlgorithm], PlacedRun):
     """`rollout train ppo`."""
 
     run: RunInfo = RunInfo(name="ppo")
@@ -260,7 +299,7 @@ class TrainPPOConfig(TrainConfig[PPOAlgorithm], PlacedRun):
     """What generates completions."""
 
 
-class TrainGRPOConfig(TrainConfig[GroupAlgorithm], PlacedRun):
+class TrainGRPOConfig(EvaluatedTraining[GroupAlgorithm], PlacedRun):
     """`rollout train grpo`."""
 
     run: RunInfo = RunInfo(name="grpo")
@@ -274,19 +313,19 @@ class TrainRMConfig(TrainConfig[RewardModelAlgorithm]):
     run: RunInfo = RunInfo(name="rm")
 
 
-class TrainDPOConfig(TrainConfig[PairAlgorithm]):
+class TrainDPOConfig(EvaluatedTraining[PairAlgorithm]):
     """`rollout train dpo`."""
 
     run: RunInfo = RunInfo(name="dpo")
 
 
-class TrainIPOConfig(TrainConfig[IPOAlgorithm]):
+class TrainIPOConfig(EvaluatedTraining[IPOAlgorithm]):
     """`rollout train ipo`."""
 
     run: RunInfo = RunInfo(name="ipo")
 
 
-class TrainKTOConfig(TrainConfig[KTOAlgorithm]):
+class TrainKTOConfig(EvaluatedTraining[KTOAlgorithm]):
     """`rollout train kto`."""
 
     run: RunInfo = RunInfo(name="kto")
@@ -392,8 +431,8 @@ class EvalConfig(PlacedRun):
         return self
 
 
-class EvaluationConfig(Settings):
-    """Held-out prompts that decide whether a checkpoint is better."""
+class EvaluationConfig(SuitesConfig):
+    """Held-out prompts that decide whether a checkpoint is better, and suites in addition to them."""
 
     prompts: DatasetSource
     """Held-out prompts."""
@@ -436,6 +475,7 @@ class NightlyConfig(TrainingRun, PlacedRun):
             raise ValueError("the table rm is for ppo and grpo; dpo learns from pairs itself")
         if self.grpo is not None:
             _check_parts(self.grpo, "model" if self.rm is not None else self.reward.kind)
+        _check_every(self.evaluation, self.policy)
         return self
 
     @property

@@ -70,6 +70,10 @@ class SuiteReport(Record):
         """The figure that stands for all in a table: the first that counts right answers, else the first."""
         return next((metric for metric in self.metrics if metric.name != "mean"), self.metrics[0])
 
+    def figure(self, name: str | None) -> Metric:
+        """The one of that name, or `headline`."""
+        return next((metric for metric in self.metrics if metric.name == name), self.headline)
+
 
 def suite_id_of(suite: Suite, prompts: ContentId, source: ContentId | None) -> ContentId:
     """What makes two evaluations the same: equal questions, drawn and scored alike, by code of id ``source``. ``suite``
@@ -203,7 +207,7 @@ def _known(name: str, found: Metric | None) -> Metric:
 
 @dataclass(frozen=True)
 class Flip:
-    """A question that one model has right and the other has not."""
+    """A question with what two models made of it, most often one that one of them has right and the other has not."""
 
     question: str
     """Its id."""
@@ -213,6 +217,14 @@ class Flip:
     """The first answer of each model."""
     shares: tuple[float, float]
     """Of right answers."""
+    samples: tuple[int | None, int | None] = (None, None)
+    """Numbers of the first answers among all of each model's."""
+
+    @property
+    def right(self) -> tuple[bool, bool]:
+        """Whether each model has it right: at least half of its answers are."""
+        first, second = self.shares
+        return first >= 0.5, second >= 0.5
 
 
 @dataclass(frozen=True)
@@ -227,11 +239,21 @@ class SuiteComparison:
     gained: tuple[Flip, ...]
     remark: str | None = None
     """What is to be known of the two, besides."""
+    questions: tuple[Flip, ...] = ()
+    """Every question that both have a score of, where they were asked for."""
 
 
-def compare_reports(objects: ObjectStore, before: SuiteReport, after: SuiteReport) -> SuiteComparison:
-    """The report ``after`` against ``before``, paired by the questions' ids. Their prompts may differ, such as in the
-    examples before a question, where rows have ids of their own; the answers are drawn and scored alike.
+def compare_reports(
+    objects: ObjectStore,
+    before: SuiteReport,
+    after: SuiteReport,
+    *,
+    confidence: float = CONFIDENCE,
+    every: bool = False,
+) -> SuiteComparison:
+    """The report ``after`` against ``before``, paired by the questions' ids; with ``every`` question, not only those
+    that flipped. Their prompts may differ, such as in the examples before a question, where rows have ids of their own;
+    the answers are drawn and scored alike.
 
     Raises ConfigError where that is not so, NotFound where what was filed is not kept any more.
     """
@@ -250,8 +272,8 @@ def compare_reports(objects: ObjectStore, before: SuiteReport, after: SuiteRepor
         for name in [metric.name for metric in after.metrics if metric.name in sides[0].values]:
             values = [side.by_question(name, common) for side in sides]
             if any(values[0][question] and values[1][question] for question in common):
-                gains[name] = paired_gain(values[0], values[1], confidence=CONFIDENCE)
-        flips = _flips(objects, (before, after), sides, common)
+                gains[name] = paired_gain(values[0], values[1], confidence=confidence)
+        asked = _questions(objects, (before, after), sides, common, every=every)
     except MissingObject as error:
         raise NotFound(
             f"the answers to {before.suite} are not in {objects.url} any more (object {error.content_id[:12]} is "
@@ -266,9 +288,10 @@ def compare_reports(objects: ObjectStore, before: SuiteReport, after: SuiteRepor
     return SuiteComparison(
         suite=before.suite,
         gains=gains,
-        lost=tuple(flip for flip in flips if flip.shares[0] > flip.shares[1]),
-        gained=tuple(flip for flip in flips if flip.shares[0] < flip.shares[1]),
+        lost=tuple(flip for flip in asked if flip.right == (True, False)),
+        gained=tuple(flip for flip in asked if flip.right == (False, True)),
         remark=remark,
+        questions=tuple(asked) if every else (),
     )
 
 
@@ -301,22 +324,30 @@ class _Side:
         return {name: [] if value is None else [value] for name, value in values}
 
 
-def _flips(
-    objects: ObjectStore, reports: Sequence[SuiteReport], sides: Sequence[_Side], common: Sequence[str]
+def _questions(
+    objects: ObjectStore,
+    reports: Sequence[SuiteReport],
+    sides: Sequence[_Side],
+    common: Sequence[str],
+    *,
+    every: bool,
 ) -> list[Flip]:
-    flipped = []
+    """Those that flipped, or every one."""
+    chosen = []
     for name in common:
         first, second = (side.values[RIGHT_SHARE][side.number_of[name]] for side in sides)
-        if first is not None and second is not None and (first >= 0.5) != (second >= 0.5):
-            flipped.append((name, (first, second)))
-    if not flipped:
+        if first is not None and second is not None and (every or (first >= 0.5) != (second >= 0.5)):
+            chosen.append((name, (first, second)))
+    if not chosen:
         return []
     samples = decode_samples(objects.get_bytes(reports[0].samples))
     texts = [decode_completions_blob(objects.get_bytes(report.completions)) for report in reports]
     found = []
-    for name, shares in flipped:
+    for name, shares in chosen:
         places = [side.places[side.number_of[name]] for side in sides]
         first, second = ("" if place is None else of[place].text for place, of in zip(places, texts, strict=True))
         prompt = "" if places[0] is None else samples[places[0]].prompt
-        found.append(Flip(sides[0].ids[sides[0].number_of[name]], prompt, (first, second), shares))
+        found.append(
+            Flip(sides[0].ids[sides[0].number_of[name]], prompt, (first, second), shares, (places[0], places[1]))
+        )
     return found

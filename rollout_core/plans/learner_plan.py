@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +17,8 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
+    EvalConfig,
+    EvaluatedTraining,
     HeldOutRows,
     KLGuard,
     LearnerSettings,
@@ -33,16 +35,19 @@ from rollout_core.config import (
     ScriptedBackend,
     SequenceConfig,
     SFTSettings,
+    Suite,
     TrainConfig,
+    TrainingSuite,
 )
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.config.optimizers import EIGHT_BITS
-from rollout_core.config.promotion import MIN_PROMPTS, Guard
+from rollout_core.config.promotion import MIN_PROMPTS, Guard, SuiteGuard
 from rollout_core.config.rewards import FunctionReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.curriculum import check_keys, in_words
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sft_form, unpaired_form
+from rollout_core.evaluation.moments import suite_of
 from rollout_core.launch.own_loss import check_own_loss, with_code
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import (
@@ -69,6 +74,7 @@ from rollout_core.plans.memory_and_disk import (
     training_of,
 )
 from rollout_core.plans.plan import Plan, context_limit
+from rollout_core.plans.suite_plan import Asked, check_answering, check_suite
 from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.reachable import Connections
@@ -406,6 +412,30 @@ class LearnerPlan(Plan):
         self.prompts(key, rows, context_limit(backend), settings.sampling)
         self.answers(key, rows, guard.reward or reward)
 
+    def suites(self, entries: Sequence[TrainingSuite], backend: BackendConfig) -> dict[str, tuple[Suite, Asked | None]]:
+        """The suites by which the run evaluates its models can be put to them; by name, with what `check_suite`
+        returns."""
+        found: dict[str, tuple[Suite, Asked | None]] = {}
+        for place, entry in enumerate(entries):
+            key = f"evaluation.suites.{place}"
+            suite = self.check(f"{key}.suite", partial(suite_of, entry, self.base, self.objects))
+            if suite is not None and suite.name in found:
+                self.violations.append(f"{key}: two suites are named {suite.name!r}; rename one of them")
+            elif suite is not None:
+                found[suite.name] = suite, check_suite(self, suite, backend)
+                self.metric(f"{key}.metric", suite, entry.metric)
+                when = "before and after each phase" + (f", every {entry.every} iterations" if entry.every else "")
+                asked = found[suite.name][1]
+                words = "" if asked is None else f"{asked[1]} questions, "
+                self.facts.setdefault("suites", {})[suite.name] = words + when
+        return found
+
+    def metric(self, what: str, suite: Suite, name: str | None) -> None:
+        """A suite has the metric of this name, if one is given."""
+        if name is not None and name not in suite.chosen_metrics:
+            known = ", ".join(suite.chosen_metrics)
+            self.violations.append(f"{what}: suite {suite.name} has no {name!r}; expected one of {known}")
+
     def evidence(self, what: str, promotion: PromotionConfig, num_held_out: int | None) -> None:
         """An interval can be had of so many held-out prompts; None: their number is not known."""
         if promotion.confidence and num_held_out is not None and num_held_out < MIN_PROMPTS:
@@ -474,6 +504,10 @@ def plan_training(
         report = plan.preferences("algorithm", settings.family, settings)
         if report is not None:
             plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
+    if isinstance(config, EvaluatedTraining) and config.suites:
+        if on_policy is None:
+            plan.backend("backend", config.engine)
+        plan.suites(config.suites, config.engine)
     return plan.done()
 
 
@@ -541,9 +575,24 @@ def plan_nightly(
     plan.answers(held_out_key, held_out, config.reward)
     plan.facts["held-out prompts"] = len(held_out or ())
     plan.evidence("promotion", config.promotion, None if held_out is None else len(held_out))
+    suites = plan.suites(config.evaluation.suites, config.backend)
     for number, guard in enumerate(config.promotion.guards):
         _guard(plan, f"promotion.guards.{number}", guard, config, held_out)
+        if isinstance(guard, SuiteGuard):
+            _suite_guard(plan, f"promotion.guards.{number}", guard, suites)
     plan.output_folder("report_dir", config.report_dir)
+    return plan.done()
+
+
+def plan_suites(config: EvalConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
+    """Check an evaluation by suites. Raises ConfigError naming all that is wrong."""
+    plan = LearnerPlan(base, connections)
+    plan.places()
+    plan.no_resume(config.run, "an evaluation resumes by itself when it is started again; leave it out")
+    _placement(plan, config)
+    backend = check_answering(plan, config)
+    asked = [(suite, check_suite(plan, suite, backend)) for suite in config.suites]
+    plan.facts["questions"] = {suite.name: found[1] for suite, found in asked if found is not None}
     return plan.done()
 
 
@@ -577,3 +626,20 @@ def _guard(
             plan.violations.append(f"{key}: {guard.prompts.address} has no rows; expected prompts")
         plan.prompts(key, rows, context_limit(config.backend), config.evaluation.sampling)
         plan.answers(key, rows, guard.reward or config.reward)
+
+
+def _suite_guard(
+    plan: LearnerPlan, what: str, guard: SuiteGuard, suites: Mapping[str, tuple[Suite, Asked | None]]
+) -> None:
+    """The suite of a guard is one of the run's, with the metric and enough questions."""
+    if guard.name not in suites:
+        named = f"evaluation.suites has {', '.join(suites)}" if suites else "there are no evaluation.suites"
+        plan.violations.append(f"{what}.name: {guard.name!r} is no suite of this run; {named}")
+        return
+    suite, asked = suites[guard.name]
+    plan.metric(f"{what}.metric", suite, guard.metric)
+    if guard.confidence and asked is not None and asked[0] < MIN_PROMPTS:
+        plan.violations.append(
+            f"{what}.confidence: {asked[0]} questions are too few for an interval; give at least {MIN_PROMPTS}, or "
+            "leave it out"
+        )

@@ -1,10 +1,9 @@
-"""What is checked of an evaluation by suites before any engine starts."""
+"""What is checked of a suite, and of what answers it, before any engine starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rollout_core.base.errors import Recoverable
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
@@ -21,37 +20,26 @@ from rollout_core.evaluation.suite_files import function_rows
 from rollout_core.inference.backend import cannot_score
 from rollout_core.inference.endpoint_model import try_endpoint_model
 from rollout_core.models.locating import Unchecked
-from rollout_core.plans.cluster import check_placement
-from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import context_limit
-from rollout_core.store.reachable import Connections
+
+if TYPE_CHECKING:
+    from rollout_core.plans.learner_plan import LearnerPlan
 
 
-def plan_suites(config: EvalConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
-    """Check an evaluation. Raises ConfigError naming all that is wrong: each row is rendered and tokenised, each scorer
-    is loaded."""
-    plan = LearnerPlan(base, connections)
-    plan.places()
-    plan.no_resume(config.run, "an evaluation resumes by itself when it is started again; leave it out")
-    plan.place(config.placement)
-    if config.placement is not None:
-        check_placement(plan, config.placement, plan.placed)
+Asked = tuple[int, str]
+"""The number of questions, and in words how much is asked."""
+
+
+def check_answering(plan: LearnerPlan, config: EvalConfig) -> AnyBackend:
+    """Check that the model is there, or its endpoint answers. Returns what answers."""
     if isinstance(config.model, EndpointModel):
-        backend: AnyBackend = config.model
-        plan.facts["model"] = config.model.uri
-        plan.check("model", lambda: _try_endpoint(backend))
-    else:
-        backend = config.backend
-        plan.known_model("model", config.model)
-        plan.backend("backend", backend)
-    asked = {
-        suite.name: _requests(plan, suite, backend)
-        if isinstance(suite, LmEvalSuite)
-        else _questions(plan, suite, backend)
-        for suite in config.suites
-    }
-    plan.facts["questions"] = {name: number for name, number in asked.items() if number is not None}
-    return plan.done()
+        endpoint = config.model
+        plan.facts["model"] = endpoint.uri
+        plan.check("model", lambda: _try_endpoint(endpoint))
+        return endpoint
+    plan.known_model("model", config.model)
+    plan.backend("backend", config.backend)
+    return config.backend
 
 
 def _try_endpoint(config: EndpointModel) -> None:
@@ -61,8 +49,12 @@ def _try_endpoint(config: EndpointModel) -> None:
         raise Unchecked(str(error)) from error
 
 
-def _questions(plan: LearnerPlan, suite: Suite, backend: AnyBackend) -> str | None:
+def check_suite(plan: LearnerPlan, suite: Suite | LmEvalSuite, backend: AnyBackend) -> Asked | None:
+    """Check that the suite can be put to the plan's model: each row is rendered and tokenised, the scorer is loaded.
+    None where it is not known what is asked."""
     what = f"suite {suite.name}"
+    if isinstance(suite, LmEvalSuite):
+        return _requests(plan, what, suite, backend)
     rows = _prompts(plan, suite, what)
     key = f"{what}: rows.{suite.rows.address_key}"
     if isinstance(backend, EndpointModel):
@@ -79,7 +71,7 @@ def _questions(plan: LearnerPlan, suite: Suite, backend: AnyBackend) -> str | No
         return None
     plan.prompts(key, rows, context_limit(backend), suite.sampling)
     plan.answers(key, rows, suite.scorer)
-    return f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
+    return len(rows), f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
 
 
 def _form(plan: LearnerPlan, key: str, rows: Sequence[PromptRow], backend: EndpointModel) -> None:
@@ -104,7 +96,7 @@ def _choices(
     scorer: ChoiceScorer,
     rows: Sequence[PromptRow] | None,
     backend: AnyBackend,
-) -> str | None:
+) -> Asked | None:
     if problem := cannot_score(backend):
         plan.violations.append(f"{what}: scorer: {problem}")
     if not rows:
@@ -113,7 +105,7 @@ def _choices(
     if pairs is None:
         return None
     _continuations(plan, key, pairs, backend)
-    return f"{len(rows)}, {len(pairs)} choices"
+    return len(rows), f"{len(rows)}, {len(pairs)} choices"
 
 
 def _continuations(plan: LearnerPlan, key: str, pairs: Sequence[Continued], backend: AnyBackend) -> None:
@@ -131,16 +123,15 @@ def _continuations(plan: LearnerPlan, key: str, pairs: Sequence[Continued], back
     plan.conversations(key, list({id(row): row for row, _ in pairs}.values()))
 
 
-def _requests(plan: LearnerPlan, suite: LmEvalSuite, backend: AnyBackend) -> str | None:
+def _requests(plan: LearnerPlan, what: str, suite: LmEvalSuite, backend: AnyBackend) -> Asked | None:
     """Tasks of lm-evaluation-harness are loaded, and what they ask can be answered."""
-    what = f"suite {suite.name}"
     asked = plan.check(what, lambda: ask_tasks(suite, plan.base))
     if asked is None:
         return None
     for drawn in asked.drawings:
         _drawn(plan, what, drawn, backend)
     num_requests = sum(len(drawn.rows) * drawn.samples for drawn in asked.drawings)
-    return f"{num_requests} requests of lm_eval {asked.version}"
+    return num_requests, f"{num_requests} requests of lm_eval {asked.version}"
 
 
 def _drawn(plan: LearnerPlan, what: str, drawn: Drawn, backend: AnyBackend) -> None:

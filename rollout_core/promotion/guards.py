@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config.promotion import (
@@ -19,16 +19,19 @@ from rollout_core.config.promotion import (
     LengthGuard,
     PromptsGuard,
     RewardGuard,
+    SuiteGuard,
 )
 from rollout_core.data.samples import decode_completions_blob
+from rollout_core.evaluation.moments import change_of
+from rollout_core.evaluation.reports import CONFIDENCE, SuiteReport
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Divergence, EvalReport, Record
 
 Moment = Literal["before", "latest"]
 """Which rival: the model that the run started from, or the one that is latest now."""
-Subject = Literal["held-out evaluation", "own reward", "own prompts", "divergence"]
+Subject = Literal["held-out evaluation", "own reward", "own prompts", "divergence", "suite"]
 """What a guard looks at: the evaluation that decides about the promotion; the same completions by a reward of the
-guard's own; an evaluation on prompts of its own; the KL divergence from each rival."""
+guard's own; an evaluation on prompts of its own; the KL divergence from each rival; reports of a suite."""
 Judged = Iterable[tuple[bool, str]]
 """Whether the guard lets the model pass, and for people: what was measured and what is allowed."""
 
@@ -43,22 +46,25 @@ class GuardFinding(Record):
 
 
 class GuardReports(Record):
-    """Evaluations that a guard looks at: those of its own prompts, or of its own reward."""
+    """Evaluations that a guard looks at: those of its own prompts, of its own reward, or of a suite."""
 
     guard: int
     """Its place in the configuration."""
-    before: EvalReport
-    latest: EvalReport | None
-    after: EvalReport
+    before: EvalReport | SuiteReport
+    latest: EvalReport | SuiteReport | None
+    after: EvalReport | SuiteReport
+
+
+ReportT = TypeVar("ReportT", EvalReport, SuiteReport)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Generic[ReportT]):
     """What a guard looks at."""
 
     objects: ObjectStore
-    rivals: Mapping[Moment, EvalReport]
-    after: EvalReport
+    rivals: Mapping[Moment, ReportT]
+    after: ReportT
     divergences: Mapping[Moment, Divergence] = field(default_factory=dict)
     """From each rival, of a guard whose subject it is."""
 
@@ -70,11 +76,11 @@ class GuardKind:
     settings: type[Guard]
     """With its thresholds."""
     looks_at: Subject
-    judge: Callable[[Any, Measured], Judged]
+    judge: Callable[[Any, Measured[Any]], Judged]
     """Of the settings."""
 
 
-def _length(guard: LengthGuard, found: Measured) -> Judged:
+def _length(guard: LengthGuard, found: Measured[EvalReport]) -> Judged:
     new = found.after.num_tokens / max(1, found.after.num_samples)
     for moment, rival in found.rivals.items():
         old = rival.num_tokens / max(1, rival.num_samples)
@@ -82,31 +88,31 @@ def _length(guard: LengthGuard, found: Measured) -> Judged:
         yield new <= old * (1 + guard.max_growth), line
 
 
-def _finish(guard: FinishGuard, found: Measured) -> Judged:
+def _finish(guard: FinishGuard, found: Measured[EvalReport]) -> Judged:
     rows = decode_completions_blob(found.objects.get_bytes(found.after.completions))
     share = sum(row.finish_reason == "length" for row in rows) / max(1, len(rows))
     line = f"{share:.1%} of completions are cut at max_tokens, at most {guard.max_truncated:.1%} may be"
     yield share <= guard.max_truncated, line
 
 
-def _reward(guard: RewardGuard, found: Measured) -> Judged:
+def _reward(guard: RewardGuard, found: Measured[EvalReport]) -> Judged:
     yield from _drop(guard.max_drop, f"the held-out prompts by the reward {guard.reward.kind}", found)
 
 
-def _prompts(guard: PromptsGuard, found: Measured) -> Judged:
+def _prompts(guard: PromptsGuard, found: Measured[EvalReport]) -> Judged:
     what, mean = f"the prompts {guard.prompts.address}", found.after.mean_reward
     yield from _drop(guard.max_drop, what, found)
     if guard.floor is not None:
         yield mean >= guard.floor, f"mean reward {mean:.4f} on {what}, at least {guard.floor:g} is asked for"
 
 
-def _drop(max_drop: float, what: str, found: Measured) -> Judged:
+def _drop(max_drop: float, what: str, found: Measured[EvalReport]) -> Judged:
     for moment, rival in found.rivals.items():
         line = f"mean reward {rival.mean_reward:.4f} ({moment}) -> {found.after.mean_reward:.4f} on {what}"
         yield _at_most(rival.mean_reward - found.after.mean_reward, max_drop), f"{line}, may fall by {max_drop:g}"
 
 
-def _kl(guard: KLGuard, found: Measured) -> Judged:
+def _kl(guard: KLGuard, found: Measured[EvalReport]) -> Judged:
     for moment, apart in found.divergences.items():
         rival = f"the {'model before' if moment == 'before' else 'latest model'} ({apart.rival.short})"
         value: float | None = getattr(apart, guard.estimator)
@@ -121,6 +127,21 @@ def _kl(guard: KLGuard, found: Measured) -> Judged:
         )
 
 
+def _suite(guard: SuiteGuard, found: Measured[SuiteReport]) -> Judged:
+    metric, confidence = guard.metric or found.after.headline.name, guard.confidence or CONFIDENCE
+    for moment, rival in found.rivals.items():
+        change = change_of(found.objects, rival, found.after, metric, confidence=confidence)
+        if change is None:
+            yield False, f"suite {guard.name}: no question has {metric} in both models ({moment} and after)"
+            continue
+        falls = [-change.gain.gain, *([-change.gain.lower] if guard.confidence else [])]
+        sure = ", and so may the interval's lower end" if guard.confidence else ""
+        yield (
+            all(_at_most(fall, guard.max_drop) for fall in falls),
+            (f"{change.line(moment)}, may fall by {guard.max_drop:g}{sure}"),
+        )
+
+
 def _at_most(value: float, bound: float) -> bool:
     return value <= bound or math.isclose(value, bound, abs_tol=ROUNDING)
 
@@ -131,6 +152,7 @@ GUARDS: Mapping[str, GuardKind] = {
     "reward": GuardKind(RewardGuard, "own reward", _reward),
     "prompts": GuardKind(PromptsGuard, "own prompts", _prompts),
     "kl": GuardKind(KLGuard, "divergence", _kl),
+    "suite": GuardKind(SuiteGuard, "suite", _suite),
 }
 """By ``kind`` of the settings."""
 
@@ -140,7 +162,7 @@ def subject_of(guard: Guard) -> Subject:
     return GUARDS[guard.kind].looks_at
 
 
-def judge_guard(guard: Guard, found: Measured) -> list[GuardFinding]:
+def judge_guard(guard: Guard, found: Measured[Any]) -> list[GuardFinding]:
     """What a guard says of the new model, against each rival; ``found`` has what it looks at."""
     judged = GUARDS[guard.kind].judge(guard, found)
     return [GuardFinding(kind=guard.kind, passed=passed, line=line) for passed, line in judged]
@@ -148,7 +170,7 @@ def judge_guard(guard: Guard, found: Measured) -> list[GuardFinding]:
 
 def judge_guards(
     guards: Sequence[Guard],
-    evaluated: Measured | None,
+    evaluated: Measured[EvalReport] | None,
     reports: Sequence[GuardReports],
     divergences: Sequence[Divergence],
 ) -> list[GuardFinding]:
@@ -161,7 +183,7 @@ def judge_guards(
     found: list[GuardFinding] = []
     for number, guard in enumerate(guards):
         subject = subject_of(guard)
-        if subject in ("own reward", "own prompts"):
+        if subject in ("own reward", "own prompts", "suite"):
             looked_at = None if evaluated is None or number not in own else _of_reports(evaluated.objects, own[number])
         elif subject == "divergence" and evaluated is not None:
             looked_at = _with_divergences(evaluated, divergences)
@@ -177,12 +199,14 @@ def judge_guards(
     return found
 
 
-def _of_reports(objects: ObjectStore, reports: GuardReports) -> Measured:
-    latest: dict[Moment, EvalReport] = {} if reports.latest is None else {"latest": reports.latest}
-    return Measured(objects, {"before": reports.before, **latest}, reports.after)
+def _of_reports(objects: ObjectStore, reports: GuardReports) -> Measured[Any]:
+    latest: dict[Moment, Any] = {} if reports.latest is None else {"latest": reports.latest}
+    return Measured[Any](objects, {"before": reports.before, **latest}, reports.after)
 
 
-def _with_divergences(evaluated: Measured, divergences: Sequence[Divergence]) -> Measured | None:
+def _with_divergences(
+    evaluated: Measured[EvalReport], divergences: Sequence[Divergence]
+) -> Measured[EvalReport] | None:
     """None where that from a rival was not measured."""
     from_rival = {item.rival: item for item in divergences if item.model == evaluated.after.model}
     if any(rival.model not in from_rival for rival in evaluated.rivals.values()):

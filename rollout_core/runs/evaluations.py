@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.evaluation.moments import START, moment_of
 from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords
 
@@ -16,40 +17,73 @@ LEAST_DIGITS = 4
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """A report of a suite that a run filed."""
+
+    report: SuiteReport
+    label: str
+    """Of the call of its stage, as its samples have it."""
+
+    @property
+    def moment(self) -> str | None:
+        """When a run that trains evaluated the model, such as ``after SFT``; None where a run did nothing else."""
+        return moment_of(self.label, self.report.suite)
+
+
+@dataclass(frozen=True)
 class EvaluatedModel:
-    """A model with the last report of each suite it was evaluated by."""
+    """A model with the last evaluation of each suite it was evaluated by."""
 
     model: str
     """Its content id."""
     address: str | None
-    """Where it came from, by the run that evaluated it last."""
-    reports: dict[str, SuiteReport]
-    """By the names of the suites."""
+    """Where it came from, by the run that evaluated it last; of one that a run trained, the run's name and the
+    moment."""
+    evaluations: dict[str, tuple[RunHead, Evaluation]]
+    """By the names of the suites, with the runs that filed them."""
     run: RunHead
     """The last one that evaluated it."""
 
+    @property
+    def reports(self) -> dict[str, SuiteReport]:
+        """By the names of the suites."""
+        return {name: evaluation.report for name, (_, evaluation) in self.evaluations.items()}
 
-def evaluated_models(records: RunRecords) -> list[EvaluatedModel]:
-    """Models that runs evaluated by suites, the one that was evaluated last first."""
+
+def evaluated_models(
+    records: RunRecords, read: Callable[[RunRecords, RunHead], Sequence[Evaluation]] | None = None
+) -> list[EvaluatedModel]:
+    """Models that runs evaluated by suites, the one that was evaluated last first. ``read`` may keep what
+    `read_evaluations` gives."""
     found: dict[str, EvaluatedModel] = {}
-    for head in records.heads(lambda head: head.flow == "evaluate-suites"):
-        try:
-            _, detail = records.detail(head)
-        except NotFound:  # of another version, or removed meanwhile
-            continue
-        for report in suite_reports(detail):
-            known = found.setdefault(report.model, EvaluatedModel(report.model, head.model, {}, head))
-            known.reports.setdefault(report.suite, report)
+    for head in records.heads(lambda head: bool(head.suites) or head.flow == "evaluate-suites"):
+        for evaluation in reversed((read or read_evaluations)(records, head)):
+            model, moment = evaluation.report.model, evaluation.moment
+            address = head.model if moment in (None, START) else f"{head.name}, {moment}"
+            known = found.setdefault(model, EvaluatedModel(model, address, {}, head))
+            known.evaluations.setdefault(evaluation.report.suite, (head, evaluation))
     return list(found.values())
 
 
-def suite_reports(detail: RunDetail) -> Iterator[SuiteReport]:
-    """Reports that a run filed, the last one first."""
-    for _, result in reversed(list(detail.results("SuiteReport"))):
+def read_evaluations(records: RunRecords, head: RunHead) -> list[Evaluation]:
+    """Those of a run; none of one whose record is of another version, or was removed meanwhile."""
+    try:
+        return evaluations_of(records.detail(head)[1])
+    except NotFound:
+        return []
+
+
+def evaluations_of(detail: RunDetail) -> list[Evaluation]:
+    """Evaluations by suites that a run filed, in order; of those under one label the last, as a run that computes again
+    what storage lost files it again."""
+    found: dict[tuple[str, str], Evaluation] = {}
+    for call, result in detail.results("SuiteReport"):
         try:
-            yield SuiteReport.model_validate(result)
+            report = SuiteReport.model_validate(result)
         except ValidationError:  # of another version
             continue
+        found[call.label, report.suite] = Evaluation(report, call.label)
+    return list(found.values())
 
 
 def find_evaluated(models: Sequence[EvaluatedModel], wanted: str) -> EvaluatedModel:

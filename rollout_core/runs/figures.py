@@ -9,7 +9,9 @@ from typing import Any
 
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.ids import ContentId
+from rollout_core.evaluation.moments import LABEL as SUITE, LATEST
 from rollout_core.objects import ObjectStore
+from rollout_core.runs.evaluations import evaluations_of
 from rollout_core.runs.run_records import RunDetail, RunHead, StageCall
 
 MOST_POINTS = 2_000
@@ -19,6 +21,8 @@ _REWARDS = {"SelectedGroups": "mean_drawn", "Scores": "mean", "Experience": "mea
 _TIMED = frozenset({"Completions", "ShardCompletions", "AgentRollouts", "Checkpoint"})
 """Results of engines and learners."""
 _COUNTERS = frozenset({"step", "epoch"})
+_NOT_OF_ITERATIONS = ("guard", SUITE)
+"""Begin the labels of what evaluations drew and scored."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,11 @@ class Curve:
     """Of the stage and the figure, such as ``ppo_update: value_loss``."""
     x: list[int] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    """Of each value's interval, where they have any."""
+    upper: list[float] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    """What each x stands for, where that is no step."""
 
     @property
     def last(self) -> float:
@@ -40,7 +49,8 @@ def curves_of(objects: ObjectStore, head: RunHead, detail: RunDetail) -> dict[st
     """All curves of a run by name: the reward of each iteration first, then each figure of each learner over all its
     steps, those of the update under way included, and the time and speed of engines and learners over their calls.
     Updates whose metrics are gone leave a gap."""
-    found = {name: curve for name, curve in _rewards(detail).items() if len(curve.y) > 1}
+    first = {**_rewards(detail), **suite_curves(detail)}
+    found = {name: curve for name, curve in first.items() if len(curve.y) > 1}
     offsets: dict[str, int] = {}
     tokens: dict[tuple[str, str], float] = {}
     # A run that recomputed what storage lost names the same figures twice.
@@ -61,7 +71,7 @@ def _times(detail: RunDetail, trained: Mapping[tuple[str, str], float]) -> Itera
     leaves a gap: it took no time. ``trained`` are the tokens of updates, by stage and label."""
     calls: dict[str, list[StageCall]] = {}
     for call in detail.calls:
-        if call.kind in _TIMED and not call.label.startswith("guard"):
+        if call.kind in _TIMED and not call.label.startswith(_NOT_OF_ITERATIONS):
             calls.setdefault(call.stage, []).append(call)
     for stage, each in calls.items():
         seconds, speed = Curve(f"{stage}: seconds"), Curve(f"{stage}: tokens/s")
@@ -77,13 +87,30 @@ def _times(detail: RunDetail, trained: Mapping[tuple[str, str], float]) -> Itera
         yield from (seconds, speed)
 
 
+def suite_curves(detail: RunDetail) -> dict[str, Curve]:
+    """The figures of suites by which the run evaluated its models, each over the moments at which it did."""
+    found: dict[str, Curve] = {}
+    for each in evaluations_of(detail):
+        if each.moment is None or each.moment == LATEST:
+            continue
+        for metric in each.report.metrics:
+            name = f"{SUITE}{each.report.suite}: {metric.name}"
+            curve = found.setdefault(name, Curve(name))
+            curve.x.append(len(curve.x) + 1)
+            curve.y.append(metric.value)
+            curve.lower.append(metric.value if metric.lower is None else metric.lower)
+            curve.upper.append(metric.value if metric.upper is None else metric.upper)
+            curve.labels.append(each.moment)
+    return found
+
+
 def _rewards(detail: RunDetail) -> dict[str, Curve]:
     """Of all that an iteration drew. An iteration has one of these results; where it has several, the first kind."""
     for kind, figure in _REWARDS.items():
         rewards = [
             float(result[figure])
             for call, result in detail.results(kind)
-            if isinstance(result.get(figure), int | float) and not call.label.startswith("guard")
+            if isinstance(result.get(figure), int | float) and not call.label.startswith(_NOT_OF_ITERATIONS)
         ]
         if rewards:
             return {REWARD: Curve(REWARD, list(range(1, len(rewards) + 1)), rewards)}

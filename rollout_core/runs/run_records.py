@@ -126,6 +126,8 @@ class RunHead(BaseModel):
     data: str | None = None
     held_out: tuple[Moment, ...] = ()
     """In order."""
+    suites: tuple[str, ...] = ()
+    """Names of those by which the run has evaluated a model."""
     promoted: bool | None = None
     """None where nothing was to be promoted."""
     reason: str = ""

@@ -13,11 +13,13 @@ from rollout_core.base.errors import MissingObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.evaluation.bootstrap import PairedGain, paired_gain
+from rollout_core.evaluation.moments import LABEL as SUITE
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.run_records import RunDetail, RunHead
 
-_NOT_OWN = ("guard ", "latest", "held out, ")
-"""Labels of evaluations that promotion's guards ask for, of the model that was latest, and of guards of training."""
+_NOT_OWN = ("guard ", "latest", "held out, ", SUITE)
+"""Labels of evaluations that promotion's guards ask for, of the model that was latest, of guards of training, and by
+suites."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def sample_sets(detail: RunDetail) -> list[SampleSet]:
             sets.append(
                 SampleSet(
                     call.label,
-                    False,
+                    call.label.startswith(SUITE),
                     *ids,
                     result["num_samples"],
                     result["mean"],

@@ -202,8 +202,8 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     for curve in curves:
         marked = marks if curve is curves[0] else {}
-        named = {"title": title(curve), "x_label": curve.x_label, "y_label": curve.what}
-        draw_curve(folder / curve.file_name, {curve.what: curve.values}, marks=marked, **named)
+        place, what = folder / curve.file_name, curve.what
+        draw_curve(place, {what: curve.values}, title=title(curve), x_label=curve.x_label, y_label=what, marks=marked)
     images = "\n".join(f'<img src="{curve.file_name}" alt="{html.escape(curve.what)}">' for curve in curves)
     shown = f'<div class="curves">{images}</div>' if curves else ""
     body = "\n".join([*head, shown, sections, stages_section(journal.entries)])

@@ -37,17 +37,26 @@ def draw_curve(
     x_label: str,
     y_label: str,
     marks: Mapping[str, float] | None = None,
+    bounds: Sequence[tuple[float, float]] = (),
+    places: Sequence[str] = (),
 ) -> None:
-    """Write a PNG with one line per named series over 1, 2, ...; ``marks`` are level lines."""
+    """Write a PNG with one line per named series over 1, 2, ..., or over ``places``. ``marks`` are level lines,
+    ``bounds`` the ends of an interval around each value."""
     with _axes(target, title, x_label, y_label) as axes:
         for name, values in series.items():
             marker = "o" if len(values) <= 60 else None
             axes.plot(range(1, len(values) + 1), values, label=name, linewidth=1.8, marker=marker, markersize=3)
+        if bounds:
+            lower, upper = zip(*bounds, strict=True)
+            axes.fill_between(range(1, len(bounds) + 1), lower, upper, alpha=0.18, linewidth=0)
         for name, level in (marks or {}).items():
             axes.axhline(level, linestyle="--", linewidth=1.0, color="grey")
             place = {"xycoords": ("axes fraction", "data"), "xytext": (-3, 2), "textcoords": "offset points"}
             axes.annotate(name, (1.0, level), **place, ha="right", va="bottom", fontsize=8)
-        axes.xaxis.get_major_locator().set_params(integer=True)  # steps, of which there is no half
+        if places:
+            axes.set_xticks(range(1, len(places) + 1), places, rotation=20, ha="right", fontsize=8)
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)  # steps, of which there is no half
         axes.grid(alpha=0.25)
         if len(series) > 1:
             axes.legend(frameon=False)

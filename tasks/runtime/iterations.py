@@ -196,8 +196,8 @@ class TrainingStates:
         self._last: ContentId | None = None
         self._held: HeldStates | None = None
         """None in a dry run."""
-        self.best: ContentId | None = None
-        """A model that stays, as it was evaluated as the best one so far."""
+        self.best: set[ContentId | None] = set()
+        """Models that stay, as they were evaluated as the best ones so far."""
         self._spared: set[ContentId] = set()
         """Models that iterations started from, which are not theirs to give up."""
         self._models: dict[int, Checkpoint] = {}
@@ -253,7 +253,7 @@ class TrainingStates:
         is_last = number + 1 == self._settings.iterations
         first_needed = number if is_last else number - self._settings.async_depth
         needed = {done.model for iteration, done in self._models.items() if iteration >= first_needed}
-        needed |= {self.best, *self._spared}
+        needed |= self.best | self._spared
         for iteration in [iteration for iteration in self._models if iteration < first_needed]:
             done = self._models[iteration]
             if done.model not in needed and kept.prune_model(done):
@@ -278,6 +278,14 @@ class TrainingStates:
         if (kept := current_keeping()) is not None:
             kept.later(checkpoint)
         return checkpoint
+
+    def require(self, checkpoint: Checkpoint) -> None:
+        """The outcome of this run, one of its iterations, is kept: it is computed again where another run, in which it
+        was none, has given up the model."""
+        if is_placeholder(checkpoint.model) or self._objects.tree_is_present(checkpoint.model):
+            return
+        done = self._done[checkpoint.train_state]
+        self._compute_again([*self._missing(done.train_state), done])
 
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Whether the state is held on this machine, as this run has just computed it."""

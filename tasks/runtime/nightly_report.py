@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout_core.base.ids import ContentId
@@ -32,6 +32,7 @@ from tasks.runtime.report import (
     verdict,
 )
 from tasks.runtime.stage import retry
+from tasks.runtime.suite_report import Reports, suite_curves, suite_facts, suites_section
 
 PROGRESS_PNG = "progress.png"
 SHOWN_SAMPLES = 8
@@ -60,6 +61,13 @@ class Learned:
     temperature: float | None = None
     """At which the completions of the iterations were drawn."""
     reward_model: Checkpoint | None = None
+    selected: Checkpoint | None = None
+    """Of these the outcome, where that is not the last one."""
+
+    @property
+    def outcome(self) -> Checkpoint:
+        """What learning came to."""
+        return self.selected or self.checkpoints[-1]
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,12 @@ class Report:
     progress: Progress
     promotion: Promotion
     stages: Sequence[StageEntry]
+    suites: Reports = field(default_factory=dict)
+    """What the suites came to, also the latest model."""
+    fell: Sequence[str] = ()
+    """Suites that the trained model is worse on, for people."""
+    decided: Mapping[str, str] = field(default_factory=dict)
+    """What suites decided about training, for people."""
 
     @property
     def held_out(self) -> dict[str, float]:
@@ -146,11 +160,21 @@ def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleCo
 def outcome_of(report: Report, folder: Path) -> Outcome:
     """What the run's summary says of a report, which is in ``folder``."""
     return Outcome(
-        facts={"checkpoint": report.promotion.model, "report": str(folder)},
+        facts={
+            "checkpoint": report.promotion.model,
+            "report": str(folder),
+            **suite_facts(report.suites),
+            **report.decided,
+            **({"fell": "; ".join(report.fell)} if report.fell else {}),
+        },
         held_out=report.held_out,
         promoted=report.promotion.promoted,
         reason=report.promotion.reason,
-        pictures=shown_curve(connections.objects(), report.name, report.progress.curve),
+        pictures={
+            title: png
+            for curve in (report.progress.curve, *suite_curves(report.suites))
+            for title, png in shown_curve(connections.objects(), report.name, curve).items()
+        },
     )
 
 
@@ -167,6 +191,8 @@ def write_report(report: Report, folder: Path, objects: ObjectStore) -> Path:
     files = {PROGRESS_PNG: picture(objects, curve, title, named)}
     for other in report.progress.others:
         files[other.file_name] = picture(objects, other, f"{capitalized(other.what)} per {other.x_label}")
+    for curve in suite_curves(report.suites):
+        files[curve.file_name] = picture(objects, curve, f"{capitalized(curve.what)} with its interval")
     files[PAGE] = _page(report, objects).encode()
     for name, data in files.items():
         LocalFolder(folder).replace(name, [data])
@@ -184,13 +210,14 @@ def _page(report: Report, objects: ObjectStore) -> str:
         f'<img src="{file}" alt="{html.escape(what)}">'
         for file, what in [
             (PROGRESS_PNG, report.progress.curve.what),
-            *((other.file_name, other.what) for other in report.progress.others),
+            *((other.file_name, other.what) for other in (*report.progress.others, *suite_curves(report.suites))),
         ]
     )
     body = f"""{verdict(report.promotion, f"Checkpoint <code>{report.promotion.model}</code>: ")}
 <div class="figures">{moments}</div>
 {_temperatures(report)}
 <div class="curves">{curves}</div>
+{suites_section(report.suites, report.fell, report.decided)}
 <h2>Held-out prompts, before and after</h2>
 {_samples_table(report, objects)}
 {stages_section(report.stages)}"""

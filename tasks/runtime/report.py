@@ -38,6 +38,10 @@ class Curve:
     """Name and unit, for the y axis."""
     values: Sequence[float]
     x_label: str
+    bounds: Sequence[tuple[float, float]] = ()
+    """The ends of each value's interval, where they have any."""
+    places: Sequence[str] = ()
+    """What stands at the x axis instead of 1, 2, 3, ..."""
 
     @property
     def file_name(self) -> str:
@@ -48,13 +52,15 @@ class Curve:
 def picture(objects: ObjectStore, curve: Curve, title: str, marks: Mapping[str, float] | None = None) -> bytes:
     """PNG of a curve, with ``marks`` as of `draw_curve`; kept in ``objects``, where the same is not drawn twice."""
     # Not as canonical JSON, which has no NaN: losses may be.
-    shown = json.dumps([curve.what, list(curve.values), curve.x_label, title, list((marks or {}).items())])
+    more = [list(curve.bounds), list(curve.places)] if curve.bounds or curve.places else []
+    shown = json.dumps([curve.what, list(curve.values), curve.x_label, title, list((marks or {}).items()), *more])
     ref = f"{_PICTURE_REFS}/{content_id('picture/2', [version('matplotlib'), shown])}"
     kept = retry(lambda: objects.cached_bytes(ref))
     if kept is not None:
         return kept
     drawn = io.BytesIO()
-    draw_curve(drawn, {curve.what: curve.values}, title=title, x_label=curve.x_label, y_label=curve.what, marks=marks)
+    around = {"marks": marks, "bounds": curve.bounds, "places": curve.places}
+    draw_curve(drawn, {curve.what: curve.values}, title=title, x_label=curve.x_label, y_label=curve.what, **around)
     retry(lambda: objects.set_ref(ref, objects.put_bytes(drawn.getvalue())))
     return drawn.getvalue()
 

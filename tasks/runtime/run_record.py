@@ -165,6 +165,7 @@ class Recorder:
             algorithm=facts.get("algorithm"),
             data=_data_of(self._config),
             held_out=tuple(Moment(name=name, reward=reward) for name, reward in held_out.items()),
+            suites=tuple(dict.fromkeys(result["suite"] for _, result in detail.results("SuiteReport"))),
             promoted=outcome.promoted,
             reason=outcome.reason,
             counts=costs.sums,

@@ -44,6 +44,7 @@ from rollout_core.config.described import field_docs
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
+    "nightly-suites.toml": NightlyConfig,
     "nightly-tiny.toml": NightlyConfig,
     "sft-tiny.toml": TrainSFTConfig,
     "ppo-tiny.toml": TrainPPOConfig,

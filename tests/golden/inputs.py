@@ -30,9 +30,13 @@ AGENTS = {
         "@rollout\ndef wording_agent(task: dict, llm: LLM, prompt_template: PromptTemplate) -> float:\n"
         "    return float(prompt_template.format(name=task['name'], field=task['field']) == llm.model)\n"
     ),
+    "examples/suites/arithmetic.toml": (
+        'name = "arithmetic"\nrows = { path = "data/example/held-out.jsonl" }\nsamples = 2\n'
+        'prompt = { text = "{{ prompt }}" }\nsampling = { temperature = 0.7, max_tokens = 8 }\n'
+    ),
     "examples/real/last_number.py": "def score(sample):\n    return float(sample.completion.endswith(sample.answer))\n",
 }
-"""In place of the examples' own code, whose content enters keys: to edit an example's agent changes no key here."""
+"""In place of the examples' own code and suites, whose content enters keys: to edit them changes no key here."""
 
 
 def write_inputs(folder: Path) -> None:

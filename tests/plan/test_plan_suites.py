@@ -14,7 +14,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import EvalConfig, Suite, apply_overrides, parse_config
 from rollout_core.config.lm_eval import suite_class
 from rollout_core.evaluation.suite_files import read_suite
-from rollout_core.plans.suite_plan import plan_suites
+from rollout_core.plans.learner_plan import plan_suites
 from rollout_core.store.reachable import plain_connections
 from tests.evaluation.lm_eval_tasks import write_tasks
 from tests.plan.planning import TEMPLATE, jsonl
