@@ -19,7 +19,9 @@ from starlette.routing import Route
 
 from deployments.ui.pages import Pages, link_of, number_of
 from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.evaluation.moments import LABEL as SUITE
 from rollout_core.runs.browsing import sample_lists
+from rollout_core.runs.evaluations import Evaluation, evaluations_of
 from rollout_core.runs.figures import REWARD, Curve, curves_of
 from rollout_core.runs.run_records import (
     SHOWN_STATES,
@@ -160,6 +162,7 @@ class RunPages:
             stages=list(dict.fromkeys(call.stage for call in detail.calls)),
             config=json.dumps(detail.config, indent=2, ensure_ascii=False),
             lists=sample_lists(self._sources.objects, detail),
+            suites=_by_suite(detail),
         )
 
     def curves(self, request: Request) -> Response:
@@ -167,7 +170,15 @@ class RunPages:
         head, detail = self._read(request.path_params["run"])
         curves = curves_of(self._sources.objects, head, detail)
         named = sorted(curves.values(), key=_place)
-        document = [{"name": curve.name, "x": curve.x, "y": [_finite(value) for value in curve.y]} for curve in named]
+        document = [
+            {
+                "name": curve.name,
+                "x": curve.x,
+                "y": [_finite(value) for value in curve.y],
+                **({"lower": curve.lower, "upper": curve.upper, "labels": curve.labels} if curve.labels else {}),
+            }
+            for curve in named
+        ]
         return JSONResponse({"run": f"{head.name} {self._sources.records.short(head.id)}", "curves": document})
 
     def curves_csv(self, request: Request) -> Response:
@@ -222,6 +233,14 @@ class RunPages:
         return records.detail(records.find(run))
 
 
+def _by_suite(detail: RunDetail) -> dict[str, dict[str, Evaluation]]:
+    """What the run evaluated, by suite and moment; an evaluation that was all that it did has none."""
+    found: dict[str, dict[str, Evaluation]] = {}
+    for each in evaluations_of(detail):
+        found.setdefault(each.report.suite, {})[each.moment or ""] = each
+    return found
+
+
 def _searched(head: RunHead) -> str:
     fields = (head.id, head.name, head.flow, head.flow_run_name, head.model, head.algorithm, head.data, *head.tags)
     return " ".join(filter(None, fields)).lower()
@@ -235,6 +254,8 @@ def _chosen(pairs: Sequence[Pair], which: str) -> list[Pair]:
 
 
 def _rank(name: str) -> int:
+    if name.startswith(SUITE):
+        return 0
     figure = name.partition(": ")[2] or name
     return _FIRST_CURVES.index(figure) if figure in _FIRST_CURVES else len(_FIRST_CURVES)
 

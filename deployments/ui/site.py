@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deployments.ui import model_pages, rollout_pages, run_pages, sample_pages, stored
+from deployments.ui import model_pages, rollout_pages, run_pages, sample_pages, stored, suite_pages
 from deployments.ui.auth import guarded
 from deployments.ui.pages import Pages, Sources, create_app
 from rollout_core.base.errors import RolloutError
@@ -97,6 +97,7 @@ def application(
         *sample_pages.routes(pages, browser),
         *rollout_pages.routes(pages, browser),
         *model_pages.routes(pages),
+        *suite_pages.routes(pages),
         *stored.routes(pages),
         Route("/runs/{run}/logs", logs_page(pages)),
     ]

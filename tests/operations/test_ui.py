@@ -29,6 +29,7 @@ from rollout_core.agents.emitters import reward_attributes
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.base.processes import ProcessName, this_machine
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
+from rollout_core.evaluation.moments import training_label
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.objects.retention.run_leases import lease
@@ -41,6 +42,7 @@ from rollout_core.store import InMemoryLightningStore, SqlLightningStore
 from rollout_core.store.http.app import create_app
 from rollout_core.store.http.program import ServeSettings, with_pages
 from rollout_core.store.types import AttemptUpdate, Worker
+from tests.evaluation.test_reports import report, suite_of
 from tests.runs.test_run_records import evaluated
 from tests.store.conftest import Make
 from tests.support.pages import LIKENESS, RENAMED, TILE, chromium, difference, tile_of
@@ -52,6 +54,8 @@ BEGAN = datetime(2026, 11, 25, 2, 0, tzinfo=UTC)
 FIRST, SECOND, RUNNING = "11111111-aaaa", "22222222-bbbb", "33333333-cccc"
 BASE, MODEL = content_id("m", ["base"]), content_id("m", ["trained"])
 LEARNED = f"iteration {NASTY}"
+ONE, OTHER = hash_bytes(b"one"), hash_bytes(b"other")
+"""Models that suites evaluated."""
 PAGES = (
     "/",
     f"/runs/{FIRST}",
@@ -61,6 +65,8 @@ PAGES = (
     f"/runs/{FIRST}/samples/0?by=advantage&label={quote(LEARNED)}",
     f"/runs/{FIRST}/samples/1?by=advantage",
     f"/compare?run={FIRST}&run={SECOND}&show=all",
+    "/suites",
+    f"/suites/compare?model={ONE}&model={OTHER}&show=all",
     "/rollouts",
     "/models",
     f"/models/{MODEL}",
@@ -100,6 +106,7 @@ def record(objects: ObjectStore, run: str, day: int, reward: float, **changes: A
         held_out=(Moment(name="before", reward=0.1), Moment(name=NASTY, reward=reward)),
         promoted=True,
         reason=NASTY,
+        suites=("sums",),
         metrics=(metrics,),
     )
     held_out = held_out.model_copy(update={"result": {**held_out.result, "model": tokenizer(objects)}})
@@ -110,10 +117,26 @@ def record(objects: ObjectStore, run: str, day: int, reward: float, **changes: A
         call("score_rewards", 3, label=LEARNED, kind="Scores", result={**of, "mean": reward}),
         call("ppo_update", 1, kind="Checkpoint", inputs=(of["completions"],), result={"advantages": kept}),
     ]
-    calls = (call("import_model", 0), *learned, held_out)
+    calls = (call("import_model", 0), *learned, held_out, *suites_of(objects, reward))
     detail = RunDetail(config={"seed": day, "text": NASTY}, facts={"report": NASTY}, calls=calls)
     live = changes.pop("live", None)
     RunRecords(objects).write(head.model_copy(update=changes), detail.model_copy(update={"live": live}))
+
+
+def suites_of(objects: ObjectStore, share: float) -> list[StageCall]:
+    """Calls that evaluated two models by a suite: the one has the first of four questions right, the other a share."""
+    found = []
+    for number, (model, moment, right) in enumerate((("one", "before", 1), ("other", "after PPO", int(4 * share)))):
+        answers = [[(NASTY, float(place >= 4 - right if number else place < right))] for place in range(4)]
+        filed = report(objects, suite_of(1, name="sums"), *answers, model=model)
+        label = training_label("sums", moment)
+        of = {name: getattr(filed, name) for name in ("samples", "completions", "scores", "num_samples", "model")}
+        found += [
+            call("batch_inference", 4, label=label, kind="Completions", result=of),
+            call("score_rewards", 4, label=label, kind="Scores", result={**of, "mean": right / 4}),
+            call("report_suite", 4, label=label, kind="SuiteReport", result=filed.model_dump(mode="json")),
+        ]
+    return found
 
 
 def tokenizer(objects: ObjectStore) -> ContentId:
@@ -129,7 +152,7 @@ async def fill(objects: ObjectStore, store: SqlLightningStore) -> None:
     live = Live(
         title="ppo_update iteration 1", num_steps=9, rows=({"step": 1.0, "loss": 2.0}, {"step": 2.0, "loss": 1.0})
     )
-    record(objects, RUNNING, 2, 0.5, state="running", held_out=(), promoted=None, live=live)
+    record(objects, RUNNING, 2, 0.5, state="running", held_out=(), suites=(), promoted=None, live=live)
     inputs = {"model": BASE, "label": NASTY}
     lineage = Lineage(stage=NASTY, version=1, key=MODEL, inputs=inputs, outputs=(MODEL,), created_at=BEGAN, software={})
     record_lineage(objects, lineage)
@@ -326,10 +349,48 @@ def test_runs_are_compared_without_samples_that_are_gone(filled: ObjectStore, cl
     assert "any more" in page.text and "seed" in page.text
 
 
+def test_models_are_shown_by_suites_and_compared_question_by_question(client: TestClient) -> None:
+    page = client.get("/suites").text
+    assert page.count('name="model"') == 2
+    label = quote("suite sums, after PPO")
+    assert re.search(rf'<a href="/runs/{SECOND}/samples\?label={label}">\s*0.750 <small>accuracy, 0.301 to 0.954', page)
+    assert "No model is like that" in client.get("/suites?q=nothing").text
+    assert client.get(f"/runs/{SECOND}/samples?label={label}").status_code == 200
+
+    compare = f"/suites/compare?model={ONE}&model={OTHER}"
+    flipped = client.get(compare).text
+    assert "Flipped (4)" in flipped and "Lost (1)" in flipped and "Gained (3)" in flipped and "All (4)" in flipped
+    assert "+0.5000" in flipped and flipped.count("<small>id-") == 4
+    lost = client.get(f"{compare}&show=lost").text
+    assert lost.count("<small>id-") == 1 and f'href="/runs/{RUNNING}/samples/0?label=' not in lost
+    assert re.search(rf'href="/runs/{SECOND}/samples/0\?label={quote("suite sums, before")}" aria-label="right: ', lost)
+    swapped = client.get(f"/suites/compare?model={OTHER}&model={ONE}").text
+    assert "Lost (3)" in swapped and "-0.5000" in swapped
+    for path, status, text in (
+        (f"/suites/compare?model={ONE}", 400, "got 1 models to compare"),
+        (f"/suites/compare?model={ONE}&model={BASE}", 404, "no evaluation of"),
+        (f"{compare}&suite=other", 400, "evaluated both"),
+    ):
+        answer = client.get(path)
+        assert (answer.status_code, text in answer.text) == (status, True), answer.text
+
+
+def test_a_run_shows_its_suites_beside_the_held_out_reward(client: TestClient) -> None:
+    page = client.get(f"/runs/{SECOND}").text
+    assert re.search(r"<th>Suite</th><th>before</th><th>after PPO</th>", page)
+    assert "0.250 <small>accuracy, 0.046 to 0.699" in page
+    curves = {curve["name"]: curve for curve in client.get(f"/runs/{SECOND}/curves.json").json()["curves"]}
+    found = curves["suite sums: accuracy"]
+    assert (found["x"], found["y"], found["labels"]) == ([1, 2], [0.25, 0.75], ["before", "after PPO"])
+    assert found["lower"][0] < 0.25 < found["upper"][0] and "lower" not in curves["ppo_update: loss"]
+
+
 def test_curves_as_a_table(client: TestClient) -> None:
     lines = client.get(f"/runs/{FIRST}/curves.csv").text.splitlines()
-    assert lines[:3] == ["curve,step,value", "ppo_update: loss,1,1.0", "ppo_update: loss,2,0.5"]
-    assert len(lines) == 1 + 2 * 29
+    assert lines[0] == "curve,step,value"
+    assert lines[3:5] == ["suite sums: accuracy,1,0.25", "suite sums: accuracy,2,0.25"]
+    assert lines[5:7] == ["ppo_update: loss,1,1.0", "ppo_update: loss,2,0.5"]
+    assert len(lines) == 1 + 2 * 2 + 2 * 29
 
 
 def test_a_table_is_saved_whatever_the_name_of_its_run(filled: ObjectStore, client: TestClient) -> None:
@@ -526,10 +587,17 @@ def test_runs_are_searched_compared_and_looked_into(filled: ObjectStore, address
     page.get_by_label("Lay over").select_option(SECOND)
     page.get_by_role("button", name="Show").click()
     page.wait_for_selector(".chart canvas")
-    assert page.locator(".chart").first.locator(".u-series").count() == 3, "step and both runs"
+    series = [chart.locator(".u-series").count() for chart in page.locator(".chart").all()]
+    assert series[0] == 7, "moment, and of both runs the figure with both ends of its interval"
+    assert series[2] == 3, "step and both runs"
     page.goto(f"{address}/runs/{FIRST}")
     page.wait_for_selector(".chart canvas")
-    assert page.locator(".chart h3 span").all_inner_texts() == ["ppo_update: loss", "ppo_update: kl"]
+    assert page.locator(".chart h3 span").all_inner_texts() == [
+        "suite sums: accuracy",
+        "suite sums: mean",
+        "ppo_update: loss",
+        "ppo_update: kl",
+    ]
     with page.expect_download() as download:
         page.get_by_label("Save ppo_update: loss as PNG").click()
     assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")

@@ -20,24 +20,38 @@ function short(value) {
 function columns(curves) {
   const steps = [...new Set(curves.flatMap((each) => each.x))].sort((a, b) => a - b);
   const place = new Map(steps.map((step, index) => [step, index]));
-  const values = curves.map((each) => {
+  const values = lines(curves).map(({ curve, figures }) => {
     const row = new Array(steps.length).fill(undefined);
-    each.x.forEach((step, index) => { row[place.get(step)] = each.y[index]; });
+    curve.x.forEach((step, index) => { row[place.get(step)] = curve[figures][index]; });
     return row;
   });
   return [steps, ...values];
 }
 
+// What is drawn: each curve, and the ends of its interval where it has one.
+function lines(curves) {
+  return curves.flatMap((curve) => (curve.lower ? ["y", "upper", "lower"] : ["y"]).map((figures) => ({ curve, figures })));
+}
+
 function draw(box, curves) {
   const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
-  const series = curves.map((each) => ({
-    label: each.run, stroke: COLORS[each.place % COLORS.length], dash: DASHES[each.place % DASHES.length], width: 2, spanGaps: true,
+  const drawn = lines(curves);
+  const colored = (curve) => COLORS[curve.place % COLORS.length];
+  const series = drawn.map(({ curve, figures }) => ({
+    label: figures === "y" ? curve.run : figures, stroke: colored(curve), spanGaps: true,
+    ...(figures === "y" ? { dash: DASHES[curve.place % DASHES.length], width: 2 } : { width: 0, points: { show: false } }),
     value: (plot, value) => (value == null ? "" : String(+value.toPrecision(5))),
   }));
+  const bands = drawn.flatMap(({ curve, figures }, index) => (figures === "upper" ? [{ series: [index + 1, index + 2], fill: `${colored(curve)}2e` }] : []));
+  const names = new Map(curves.flatMap((curve) => (curve.labels || []).map((label, index) => [curve.x[index], label])));
+  const moments = names.size > 0; // and no steps
   const options = {
-    width: box.clientWidth - 2, height: 200, scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: 62, values: (plot, ticks) => ticks.map(short) }],
-    series: [{ label: "step" }, ...series], cursor: { drag: { x: true, y: false } },
+    width: box.clientWidth - 2, height: 200, scales: { x: { time: false } }, bands,
+    axes: [moments ? { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100], values: (plot, ticks) => ticks.map((tick) => names.get(tick) ?? "") } : axis,
+      { ...axis, size: 62, values: (plot, ticks) => ticks.map(short) }],
+    series: [moments ? { label: "moment", value: (plot, place) => names.get(place) ?? "" } : { label: "step" }, ...series],
+    cursor: { drag: { x: true, y: false } },
+    padding: [null, moments ? 40 : null, null, null], // the last moment's name is wider than a number
   };
   return new uPlot(options, columns(curves), box);
 }
