@@ -39,6 +39,17 @@ AGENTS = {
 """In place of the examples' own code and suites, whose content enters keys: to edit them changes no key here."""
 
 
+LM_EVAL_TASK = """
+task: sorting
+dataset_path: json
+dataset_kwargs: {data_files: {test: data/example/held-out.jsonl}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{prompt}}"
+doc_to_target: " {{answer}}"
+"""
+
+
 def write_inputs(folder: Path) -> None:
     """Everything that the examples name, under the names that they have for it."""
     for place in ("example/model", "example/student", "agents/model", "real/model.gguf"):
@@ -68,6 +79,7 @@ def write_inputs(folder: Path) -> None:
     sums = [{"messages": messages, "answer": str(n + 1)} for n, messages in enumerate(asked)]
     _write_rows(folder / "data" / "real" / "prompts.jsonl", sums)
     _write_rows(folder / "data" / "real" / "held-out.jsonl", sums[:64])
+    (folder / "sorting.yaml").write_text(LM_EVAL_TASK)
     answers = [[*messages, {"role": "assistant", "content": str(n + 1)}] for n, messages in enumerate(asked)]
     _write_rows(folder / "data" / "real" / "sft.jsonl", ({"messages": messages} for messages in answers))
     for name, text in AGENTS.items():
