@@ -79,6 +79,11 @@ def write_inputs(folder: Path) -> None:
     sums = [{"messages": messages, "answer": str(n + 1)} for n, messages in enumerate(asked)]
     _write_rows(folder / "data" / "real" / "prompts.jsonl", sums)
     _write_rows(folder / "data" / "real" / "held-out.jsonl", sums[:64])
+    _write_rows(folder / "data" / "real" / "larger-sums.jsonl", sums[64:80])
+    told = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    _write_rows(
+        folder / "data" / "real" / "instructions.jsonl", ({"instruction": f"Name {n}.", **told} for n in range(4))
+    )
     (folder / "sorting.yaml").write_text(LM_EVAL_TASK)
     answers = [[*messages, {"role": "assistant", "content": str(n + 1)}] for n, messages in enumerate(asked)]
     _write_rows(folder / "data" / "real" / "sft.jsonl", ({"messages": messages} for messages in answers))
