@@ -46,6 +46,7 @@ _BESIDE = {
     "curriculum": "learning",
     "own_loss": "learning",
     "experience": "on_policy",
+    "lm_eval": "evaluation",
     "verifiers": "rewards",
     "judges": "rewards",
 }

@@ -156,6 +156,7 @@ def report_choices(
     scored = decode_completions_blob(objects.get_bytes(completions.completions))
     place_of = {row.id: place for place, row in enumerate(scored)}
     values: dict[str, list[float | None]] = {name: [] for name in (*suite.chosen_metrics, "acc")}
+    scores: list[float | None] = [None] * len(scored)
     questions, places, lacking, start = [], [], [], 0
     for number, choices in enumerate(read_choices(scorer, rows)):
         group = samples[start : start + len(choices.texts)]
@@ -174,6 +175,9 @@ def report_choices(
         places.append(known[totals.index(max(totals))])
         for name, each in values.items():
             each.append(is_right(name, choices, found))
+        for place in known:
+            if place is not None:
+                scores[place] = values["acc"][-1]
     metrics = {name: estimate(name, values[name], suite.samples) for name in suite.chosen_metrics}
     answered = Answered(questions, {**values, RIGHT_SHARE: values["acc"]}, metrics, places, lacking)
     return file_report(
@@ -183,7 +187,7 @@ def report_choices(
         None,
         completions,
         answered,
-        scores=objects.put_json(values["acc"]),
+        scores=objects.put_json(scores),
         num_abstained=0,
         num_score_failed=0,
     )

@@ -42,7 +42,7 @@ class SuiteReport(Record):
     samples: BlobId
     completions: BlobId
     scores: BlobId
-    """As of `Scores`."""
+    """As of `Scores`; of a choice whether its question was answered right."""
     questions: BlobId
     """JSON: the ids of the questions; by metric, their values, ``null`` of one without; and the places of the
     completions that are shown of them, ``null`` where none is kept."""

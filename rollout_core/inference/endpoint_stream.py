@@ -128,11 +128,15 @@ class EndpointStream(GathersStream):
             return _Asked(self._failure(request, f"the answer is malformed: {error}", passing=True), answered=True)
         if isinstance(outcome, Failure):
             failure = self._failure(request, outcome.reason, passing=outcome.passing)
-            return _Asked(failure, answered=not outcome.passing)
+            return _Asked(failure, answered=not outcome.passing or self.is_refused(failure))
         if self._endpoint.gives_key_away(outcome.text):
             reason = "the answer repeats the endpoint's key, which is not kept"
             return _Asked(self._failure(request, reason, passing=True), answered=True)
         return _Asked(outcome, answered=True)
+
+    def is_refused(self, failure: Failure) -> bool:
+        """Whether the endpoint is there and refused it, though it may take it another time."""
+        return False
 
     def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
         return Failure(request.key, self._endpoint.fit_to_show(reason), passing)

@@ -123,6 +123,12 @@ def sample_sets(detail: RunDetail) -> list[SampleSet]:
                     _judged(result),
                 )
             )
+    scored = {each.completions for each in sets}
+    for call, result in detail.results("SuiteReport"):  # of choices, and of lm_eval: no stage scores them before
+        if ContentId(result["completions"]) not in scored:
+            ids = (ContentId(result["samples"]), ContentId(result["completions"]), ContentId(result["scores"]))
+            is_suite, mean = call.label.startswith(SUITE), result["metrics"][0]["value"]
+            sets.append(SampleSet(call.label, is_suite, *ids, result["num_samples"], mean, ContentId(result["model"])))
     served = {result["rollouts"]: result.get("model") for _, result in detail.results("AgentRollouts")}
     for call, result in detail.results("Experience"):
         ids = (ContentId(result["samples"]), ContentId(result["completions"]), ContentId(result["scores"]))

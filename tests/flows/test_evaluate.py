@@ -23,6 +23,7 @@ from rollout_core.evaluation.suite_files import read_suite
 from rollout_core.inference import engines
 from rollout_core.runs.evaluations import evaluated_models, find_evaluated
 from rollout_core.runs.run_records import RunRecords
+from rollout_core.runs.run_samples import read_set, sample_sets
 from tests.flows.conftest import finished_samples, objects, wait_for
 from tests.support.answer_server import AnswerServer
 
@@ -232,6 +233,10 @@ def test_choices_are_scored_by_log_likelihood_and_a_second_evaluation_scores_not
     scored = finished_samples()
     assert evaluate(tiny_model, DIGITS) == [report] and finished_samples() == scored
     assert {state for title, state in last_states().items() if not title.startswith("import_")} == {"Cached"}
+    records = RunRecords(objects())
+    [shown] = sample_sets(records.detail(records.heads()[0])[1])
+    right = filed["values"]["acc"]
+    assert [row.reward for row in read_set(objects(), shown)] == [right[place // 3] for place in range(24)]
 
     [other] = evaluate(tiny_model, {**DIGITS, "prompt": {"text": "order {{ digits }} ="}})
     compared = compare_reports(objects(), report, other)

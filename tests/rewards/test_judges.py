@@ -326,6 +326,14 @@ def test_an_endpoint_that_refuses_a_question_fails_that_one_alone_and_not_for_go
 
 
 @pytest.mark.parametrize("when_down", ["wait", "fail", "abstain"])
+def test_many_refusals_in_a_row_do_not_keep_the_questions_behind_them_from_being_asked(server, when_down):
+    server.refuse = lambda body: 400 if len(answers_in(body)[0]) > 10 else None
+    spec = spec_of(server, when_down=when_down, judge={"max_concurrency": 1})
+    found, document, _ = judged(spec, inputs_of("x", *("x" * n for n in range(11, 25)), "xx", "xxx"))
+    assert found == [0.1, *[None] * 14, 0.2, 0.3] and document["problems"] == {"no answer": 14}
+
+
+@pytest.mark.parametrize("when_down", ["wait", "fail", "abstain"])
 @pytest.mark.parametrize(("code", "most"), [(400, 12), (402, 4), (413, 12), (422, 12)])
 def test_an_endpoint_that_refuses_all_questions_is_a_wrong_configuration(server, when_down, code, most):
     server.refuse = lambda body: code
@@ -344,7 +352,7 @@ def test_an_endpoint_that_refuses_all_further_questions_has_the_scoring_tried_ag
     inputs = inputs_of(*("x" * n for n in range(30)))
     with pytest.raises(Recoverable, match=f"HTTP {code}"):
         judges(inputs)
-    assert len(server.answered) <= 6 and len(server.bodies) < 30
+    assert len(server.answered) <= 6 and (code == 400 or len(server.bodies) < 30)
     server.refuse = lambda body: None
     assert judges(inputs)[:3] == [0.0, 0.1, 0.2]
     assert set(server.answered.values()) == {1}

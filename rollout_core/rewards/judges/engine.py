@@ -52,6 +52,8 @@ class JudgeCall:
     """Questions that may be answered another time, with what was in the way."""
     refused: set[str] = field(default_factory=set)
     """Those of them that the endpoint refused: a fault of theirs, where it answers others."""
+    refused_in_row: int = 0
+    """Refusals since the last answer."""
 
     def refuses_all(self, reason: str) -> ConfigError:
         """The error where every question was refused."""
@@ -131,9 +133,14 @@ class JudgeEngine(EndpointStream):
         call, of_all = self._call, isinstance(error, Unpaid)
         if not of_all:
             call.refused.add(key)
+            call.refused_in_row += 1
         if not call.has_answered and (of_all or len(call.refused) >= self.patience):
             raise call.refuses_all(str(error))
         return Failure(key, str(error), passing=True)
+
+    def is_refused(self, failure: Failure) -> bool:
+        """See `EndpointStream`."""
+        return failure.key in self._call.refused
 
     def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
         failure = super()._failure(request, reason, passing=passing)
@@ -149,7 +156,7 @@ class JudgeEngine(EndpointStream):
             limit = MAX_ANSWER_BYTES + TOKEN_CHARACTERS * judge.longest_answer
             body = body_of(judge, question)
             answer = await self._endpoint.post(path_of(judge), body, limit, tokens=most.tokens, meter=meter)
-            call.has_answered = True
+            call.has_answered, call.refused_in_row = True, 0
             charge = _charge(judge, answer, most)
             self._pace.give_back(most.tokens - charge.tokens)
             outcome = _outcome(judge, key, answer, charge)

@@ -16,6 +16,7 @@ from rollout_core.config import SamplingParams
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.data.samples import Sample, SampledCompletion, decode_completions_blob, encode_samples
 from rollout_core.inference.batch import BatchOptions, complete_samples
+from rollout_core.inference.endpoint_stream import LONE_FAILURES
 from rollout_core.inference.ledger import SampleLedger, this_worker
 from rollout_core.rewards.judges.engine import JudgeCall, JudgeModel, charged
 from rollout_core.rewards.judges.kept_answers import AnswerLedger
@@ -232,7 +233,7 @@ class Judges:
         call.has_answered = call.has_answered or bool(standing.done)
         source = await asyncio.to_thread(objects.put_bytes, encode_samples(samples))
         params = SamplingParams(max_tokens=judge.longest_answer, temperature=judge.temperature)
-        times_left = TIMES_ASKED if spec.when_down == "wait" else 1
+        times_left, last_refused = TIMES_ASKED if spec.when_down == "wait" else 1, -1
         while True:
             completed = await complete_samples(
                 store,
@@ -247,11 +248,14 @@ class Judges:
             self._charge(judge, completed.lines, judgement)
             if not call.has_answered and call.refused and call.refused.issuperset(call.unanswered):
                 raise call.refuses_all(call.unanswered[min(call.refused)])
+            last_refused = call.refused_in_row if last_refused < 0 else last_refused
             times_left -= 1
             if not times_left or call.unanswered.keys().isdisjoint(call.questions):
                 break
             await asyncio.sleep(judge.backoff_seconds)
-        down = [key for key in call.questions if key in call.unanswered and key not in call.refused]
+        # An endpoint that refuses all from some question on may lack more than those questions, such as credit.
+        is_closed = len(call.refused) >= last_refused >= max(LONE_FAILURES, judge.max_concurrency)
+        down = [key for key in call.questions if key in call.unanswered and (is_closed or key not in call.refused)]
         if down and spec.when_down != "abstain":
             raise Recoverable(
                 f"reward judge: {call.unanswered[down[0]]} ({len(down)} of {len(call.questions)} questions have no "
