@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -192,8 +193,11 @@ _OF_ENDPOINTS = {"--served-model": "model", "--revision": "revision", "--api": "
 def _suites(names: Sequence[str], rows: Sequence[str]) -> list[dict[str, Any]]:
     """The tables of suites, some with ``rows`` of other files (NAME=FILE). Raises ConfigError with a line for each
     thing that is wrong with them."""
-    given = dict(_named_rows(each) for each in rows)
-    tables, wrong = [], []
+    named = [_named_rows(each) for each in rows]
+    given, tables = dict(named), []
+    wrong = [
+        f"--rows {name}=... is given {count} times" for name, count in Counter(n for n, _ in named).items() if count > 1
+    ]
     for name in names:
         try:
             tables.append(read_suite(name, rows=given.pop(name, None)))

@@ -58,8 +58,8 @@ def as_card(name: str, reports: Sequence[SuiteReport]) -> str:
     lines = ["## Evaluation", "", "| suite | metric | value | 95 % interval | questions |", "|---|---|---:|---:|---:|"]
     for report, metric in figures:
         row = (report.suite, metric.name, f"{metric.value:.4f}", _interval(metric), f"{metric.num_questions:,}")
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "Intervals are clustered by question. Evaluated by `rollout eval`; the suites by their content:", ""]
+        lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |")
+    lines += ["", "Evaluated by `rollout eval`; the suites by their content:", ""]
     lines += [f"- {report.suite}: `{report.suite_id}`" for report in reports]
     return f"---\n{front}\n---\n\n" + "\n".join(lines) + "\n"
 

@@ -251,7 +251,7 @@ def test_killed_while_it_scores_choices_the_next_run_goes_on(
         f'name = "digits"\nrows = {{ path = "{folder}/choices.jsonl" }}\n'
         'prompt = { text = "sort {{ digits }} =" }\nscorer = { kind = "choice" }\n'
     )
-    slow = ("--backend", "scripted", "--set", "backend.delay_seconds=0.03", "--set", "backend.text=1 7")
+    slow = ("--backend", "scripted", "--set", "backend.delay_seconds=0.08", "--set", "backend.text=1 7")
 
     def run() -> subprocess.Popen[str]:
         environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}

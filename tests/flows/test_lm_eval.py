@@ -95,7 +95,7 @@ def test_killed_while_it_answers_the_next_run_goes_on_and_comes_to_the_same_repo
         f'kind = "lm_eval"\nname = "sums"\ntasks = ["repeated"]\ninclude_path = "{folder}"\n'
         "gen_kwargs = { max_gen_toks = 64 }\n"
     )
-    slow = ("--backend", "scripted", "--set", "backend.delay_seconds=0.2")
+    slow = ("--backend", "scripted", "--set", "backend.delay_seconds=0.5")
 
     def run() -> subprocess.Popen[str]:
         environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200", "HF_HOME": os.environ["HF_HOME"]}

@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from rollout_core.sandbox.remote import RemoteRunner
 from rollout_core.sandbox.service import SandboxService
 from tests.conftest import PROJECT
 from tests.store.patience import LONG
+from tests.store.ports import own_port
 from tests.support.machine import BUBBLEWRAP, require
 
 CASE = Program(source="print('ran')", limits=Limits(wall_seconds=60))
@@ -313,17 +313,15 @@ def test_faults_of_a_service_are_told_apart(service: SandboxService, monkeypatch
 
 
 def test_a_service_that_is_away_is_worth_another_try_and_found_once_it_is_there(namespaces: Sandbox):
-    with socket.socket() as unused:  # nobody listens there, and nobody else gets it
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        sandbox = Sandbox(kind="http", url=url)
+    with own_port() as port:
+        sandbox = Sandbox(kind="http", url=f"http://127.0.0.1:{port}")
         with pytest.raises(Recoverable, match="does not answer"):
             sandbox.run(CASE)
         assert "does not answer" in sandbox.walls().missing()[0]
-    with Sandbox(kind="namespaces") as served:
-        service = SandboxService(served, port=urlsplit(url).port or 0).start()
-        assert sandbox.run(CASE).stdout == b"ran\n"
-        service.close()
+        with Sandbox(kind="namespaces") as served:
+            service = SandboxService(served, port=port).start()
+            assert sandbox.run(CASE).stdout == b"ran\n"
+            service.close()
 
 
 def test_walls_that_did_not_stand_are_tried_again(monkeypatch: pytest.MonkeyPatch, namespaces: Sandbox):
