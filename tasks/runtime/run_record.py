@@ -37,7 +37,6 @@ from rollout_core.runs.run_records import (
 )
 from rollout_core.runs.run_samples import own_evaluations
 from tasks.runtime.connections import objects
-from tasks.runtime.endpoint_costs import endpoint_facts
 from tasks.runtime.journal import Journal, StageEntry, stage_logger
 from tasks.runtime.summary import MOST_OF_AN_ERROR, Costs, RunSummary, about
 
@@ -181,7 +180,7 @@ class Recorder:
         calls = [*(call for call in earlier if (call.stage, call.label) not in again), *calls]
         return RunDetail(
             config=self._config.model_dump(mode="json", exclude_none=True),
-            facts=dict(self._summary.outcome.facts) | endpoint_facts(list(self._summary.journals)),
+            facts=dict(self._summary.outcome.facts) | self._summary.endpoints,
             calls=tuple(calls[-MOST_CALLS:]),
             live=None
             if learning is None

@@ -98,6 +98,12 @@ class RunSummary:
         """What came of the run so far."""
         return (self.journals[-1].outcome if self.journals else None) or Outcome()
 
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """What endpoints took so far, for people."""
+        asked = [journal for journal in list(self.journals) if journal.has_judges or journal.asked]
+        return endpoint_facts(asked) if asked else {}
+
     def _markdown(self, state: str) -> str:
         seconds = time.monotonic() - self._started
         outcome = self.outcome
@@ -113,7 +119,7 @@ class RunSummary:
         if state == "running":
             return "\n".join(_points(facts))
         costs = Costs(self.journals, self._config)
-        facts |= {name: plain(value) for name, value in endpoint_facts(self.journals).items()}
+        facts |= {name: plain(value) for name, value in self.endpoints.items()}
         facts |= {
             "wall time": f"{timedelta(seconds=round(seconds))} ({seconds:.1f} s)",
             "stages": costs.counts,
