@@ -7,15 +7,20 @@ here that such a Python may lack.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
+import inspect
 import json
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -33,12 +38,17 @@ RANDOM_SEED, NUMPY_SEED = 0, 1234
 """As lm_eval's own command sets them."""
 MOST_CHARACTERS = 500
 """Of what an error says."""
+ROW_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset")
+"""Where a task's rows are: requests have their content."""
+FILE_KEY = "config_source"
+"""Of a task's metadata: its file."""
 
 
 def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
     """The requests of the tasks; where ``given`` has ``answers`` to them, what these come to. Raises ConfigError."""
     os.chdir(given["folder"])
     loaded = _loaded(given)
+    source = _source(loaded)
     ledger = _Ledger(given["requests"], given["answers"])
     if given["answers"] is None:
         for task in loaded["tasks"].values():
@@ -50,7 +60,7 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     try:
         found = evaluator.evaluate(ledger, loaded, log_samples=True, **chosen)
     except _AllAsked:
-        return {"version": version("lm_eval"), "requests": ledger.requests}
+        return {"version": version("lm_eval"), "requests": ledger.requests, "source": source}
     except ConfigError:
         raise
     except Exception as error:  # whatever a task's own code raises
@@ -58,7 +68,7 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     assert found is not None, "this is rank 0"
     samples = found.pop("samples")
     del found["configs"]  # which hold functions
-    return {"questions": _questions(samples), "found": _plain(found)}
+    return {"questions": _questions(samples), "found": _plain(found), "source": source}
 
 
 class _AllAsked(Exception):
@@ -93,6 +103,58 @@ def _loaded(given: dict[str, Any]) -> Any:
             task.set_config(key="num_fewshot", value=given["num_fewshot"] or 0)
         task.set_fewshot_seed(seed=given["fewshot_random_seed"])
     return loaded
+
+
+def _source(loaded: Any) -> str:
+    """A hash of what defines tasks and groups: their settings, whichever files these come from, and the text of the
+    code that they name."""
+    code: set[str] = set()
+    tasks = {
+        name: [_told(type(task), code), _told(task.config, code, without=ROW_KEYS)]
+        for name, task in loaded["tasks"].items()
+    }
+    groups = {
+        name: [group.child_names, _told(group.aggregate_metric_list, code)] for name, group in loaded["groups"].items()
+    }
+    texts = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in code)
+    return hashlib.sha256(json.dumps([tasks, groups, texts], sort_keys=True).encode()).hexdigest()
+
+
+def _told(value: Any, code: set[str], without: Sequence[str] = ()) -> Any:
+    """Settings as JSON, the same in every process; files of code that they name are added to ``code``."""
+    if isinstance(value, type) or inspect.isroutine(value):
+        module = inspect.getmodule(value)
+        if module is not None and module.__name__ in sys.modules:
+            _add_code(module, Path(getattr(module, "__file__", None) or "").parent, code)
+        return ["code", value.__qualname__]
+    if isinstance(value, functools.partial):
+        return [_told(part, code) for part in (value.func, value.args, value.keywords)]
+    if is_dataclass(value):  # before mappings: TaskConfig is an empty one, too
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _told(item, code) for key, item in value.items() if key not in (*without, FILE_KEY)}
+    if isinstance(value, list | tuple):
+        return [_told(item, code) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_told(item, code) for item in value), key=json.dumps)
+    if type(value).__repr__ is object.__repr__:  # which has an address
+        return _told(type(value), code)
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
+
+
+def _add_code(module: ModuleType, folder: Path, code: set[str]) -> None:
+    """The module's file, and those that it uses of the same folder; what is installed elsewhere has a version."""
+    file = getattr(module, "__file__", None)
+    if file is None or file in code or not Path(file).is_relative_to(folder):
+        return
+    if "site-packages" in Path(file).relative_to(folder).parts or not file.endswith(".py"):
+        return
+    code.add(file)
+    for used in list(vars(module).values()):
+        if isinstance(used, type) or inspect.isroutine(used):
+            used = sys.modules.get(used.__module__ or "")
+        if isinstance(used, ModuleType):
+            _add_code(used, folder, code)
 
 
 def _line(error: Exception) -> str:

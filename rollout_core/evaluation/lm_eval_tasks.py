@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.base.ids import ContentId, content_id, hash_bytes
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.isolation.child import Child, Ended, KeptChild
 from rollout_core.base.processes import Limits
 from rollout_core.config import SamplingParams
@@ -74,7 +74,7 @@ class LmEvalRequests(Record):
     version: str
     """Of lm_eval."""
     source: ContentId
-    """Of the files that define tasks of one's own."""
+    """Of what defines the tasks: their settings, and the code that they name."""
 
     def references(self) -> Iterator[tuple[Literal["blob", "tree", "snapshot"], ContentId]]:
         yield from super().references()
@@ -126,7 +126,7 @@ def ask_tasks(suite: LmEvalSuite, base: Path) -> Asked:
         if request["drawing"] == len(drawings):
             drawings.append(Drawn([], *how))
         drawings[request["drawing"]].rows.append(_prompt_row(request, is_chat=suite.apply_chat_template))
-    return Asked(found["requests"], drawings, found["version"], _source_of(suite, base))
+    return Asked(found["requests"], drawings, found["version"], _source_of(found))
 
 
 def _call(suite: LmEvalSuite, base: Path, **more: Any) -> dict[str, Any]:
@@ -191,13 +191,8 @@ def sampling_of(request: Mapping[str, Any]) -> SamplingParams:
         raise ConfigError(f"task {task}: generation_kwargs: {error}") from None
 
 
-def _source_of(suite: LmEvalSuite, base: Path) -> ContentId:
-    """The files next to tasks of one's own: their templates, and the code that they name."""
-    folders = [] if suite.include_path is None else [base / suite.include_path]
-    folders += [path.parent for name in suite.tasks if (path := base / name).is_file()]
-    files = {path for folder in folders for ending in ("yaml", "py") for path in folder.rglob(f"*.{ending}")}
-    found = [[path.name, hash_bytes(path.read_bytes())] for path in files if path.is_file()]
-    return content_id("lm-eval-source/1", sorted(found))
+def _source_of(found: Mapping[str, Any]) -> ContentId:
+    return content_id("lm-eval-source/1", found["source"])
 
 
 def report(
@@ -220,6 +215,8 @@ def report(
         for request, places in zip(requests, order, strict=True)
     ]
     came_to = _call(suite, base, requests=requests, answers=answers)
+    if _source_of(came_to) != asked.source:
+        raise ConfigError("lm_eval: the tasks' settings or code differ from when their prompts were made; start again")
 
     questions, found = came_to["questions"], came_to["found"]["results"]
     right = [_right_share(question["values"]) for question in questions]

@@ -25,6 +25,7 @@ from rollout_core.objects.records import Completions
 from tests.evaluation.lm_eval_tasks import ROWS, write_tasks
 
 ANSWERS = {row["question"]: f" {row['answer']}" if place % 2 else " 2" for place, row in enumerate(ROWS)}
+METRIC = "metric_list:\n  - {metric: exact_match, aggregation: mean, higher_is_better: true}\n"
 
 
 @pytest.fixture
@@ -215,10 +216,52 @@ def test_the_answer_of_a_row_is_part_of_what_is_asked(objects: ObjectStore, fold
         report(objects, suite, asked, completed(objects, asked), folder)
 
 
-def test_files_beside_a_task_are_part_of_what_is_asked(folder: Path):
-    before = ask_tasks(suite_of("sums.yaml"), folder)
-    (folder / "more.py").write_text("ANSWER = 1\n")
-    assert ask_tasks(suite_of("sums.yaml"), folder).source != before.source
+def included(folder: Path, *, metric: str = METRIC, **code: str) -> LmEvalSuite:
+    """A suite of a task that includes its metric from another folder, which has code beside it."""
+    for name in ("base", "own"):
+        (folder / name).mkdir(exist_ok=True)
+    for name, text in code.items():
+        (folder / "base" / f"{name}.py").write_text(text)
+    (folder / "base" / "base.yaml").write_text(metric)
+    task = (folder / "sums.yaml").read_text().partition("metric_list:")[0]
+    (folder / "own" / "own.yaml").write_text(f"include: ../base/base.yaml\n{task}")
+    return suite_of("own/own.yaml")
+
+
+def test_settings_that_a_task_includes_are_part_of_what_is_asked(objects: ObjectStore, folder: Path):
+    suite = included(folder)
+    before = ask_tasks(suite, folder).filed(objects)
+    found = report(objects, suite, before, completed(objects, before), folder)
+    included(folder, metric=METRIC.replace("mean", "median"))
+    with pytest.raises(ConfigError, match="settings or code differ from when their prompts were made; start again"):
+        report(objects, suite, before, completed(objects, before), folder)
+    assert reported(objects, suite, folder).suite_id != found.suite_id
+
+
+def test_code_that_a_task_uses_is_part_of_what_is_asked(folder: Path):
+    metric = METRIC + "process_results: !function scoring.score\n"
+    scoring = """
+import sys
+sys.path.insert(0, __file__.rpartition("/")[0])
+from halves_of_a_test import half
+def score(doc, results):
+    return {"exact_match": half()}
+"""
+    helper = "def half():\n    return 0.5\n"
+
+    def source(scoring: str, helper: str) -> ContentId:
+        return ask_tasks(included(folder, metric=metric, scoring=scoring, halves_of_a_test=helper), folder).source
+
+    first = source(scoring, helper)
+    assert len({first, source(scoring + "# more\n", helper), source(scoring, helper + "# more\n")}) == 3
+    assert source(scoring, helper) == first
+
+
+def test_files_that_no_task_uses_and_places_of_files_are_not(folder: Path, tmp_path: Path):
+    (tmp_path / "moved").mkdir()
+    other = write_tasks(tmp_path / "moved")
+    before, again = (ask_tasks(included(where, unused=f"WHERE = '{where}'\n"), where) for where in (folder, other))
+    assert again == before
 
 
 def test_another_interpreter_does_the_same(objects: ObjectStore, folder: Path):
