@@ -7,6 +7,7 @@ Significance Tests for Machine Translation Evaluation*, EMNLP 2004 (paired over 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,27 +34,32 @@ class PairedGain:
 
 
 def paired_gain(
-    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], *, confidence: float
+    before: Mapping[str, Sequence[float]],
+    after: Mapping[str, Sequence[float]],
+    *,
+    confidence: float,
+    weights: Mapping[str, float] | None = None,
 ) -> PairedGain:
     """The gain of ``after`` over ``before``, and its percentile interval of that ``confidence``.
 
-    Both map prompts to the rewards of their samples, of which each prompt counts the mean; P prompts have rewards on
-    both sides, and others are left out. P prompts are resampled
-    with replacement, so samples of one stay together; the interval runs from quantile (1 - confidence) / 2 to
-    (1 + confidence) / 2 of the resampled mean differences. The draws follow from the prompts' names alone: neither the
-    order of rows nor which side is which changes them. Raises ConfigError where the prompts of the two are not the
-    same, or none has rewards.
+    Both map prompts to the rewards of their samples, of which each prompt counts the mean, by its weight where there
+    are ``weights``; P prompts have rewards on both sides, and others are left out. P prompts are resampled with
+    replacement, so samples of one stay together, as does a prompt's weight; the interval runs from quantile
+    (1 - confidence) / 2 to (1 + confidence) / 2 of the resampled mean differences. The draws follow from the prompts'
+    names alone: neither the order of rows nor which side is which changes them. Raises ConfigError where the prompts of
+    the two are not the same, or none has rewards.
     """
     _refuse_different(before, after)
     prompts = sorted(prompt for prompt in before if before[prompt] and after[prompt])
     if not prompts:
         raise ConfigError("no prompt has a score on both sides, so nothing can be compared; look at the reward")
     means_before, means_after = ([_mean(side[prompt]) for prompt in prompts] for side in (before, after))
-    mean_before, mean_after = _mean(means_before), _mean(means_after)
+    counts = None if weights is None else [weights[prompt] for prompt in prompts]
+    mean_before, mean_after = (_mean(means, counts) for means in (means_before, means_after))
     is_tie = math.isclose(mean_before, mean_after, rel_tol=ROUNDING, abs_tol=ROUNDING)
     differences_P = np.asarray(means_after) - np.asarray(means_before)
     seed = seed_of(content_id("paired-bootstrap/1", prompts))
-    lower, upper = _interval(differences_P, confidence, seed)
+    lower, upper = _interval(differences_P, None if counts is None else np.asarray(counts, float), confidence, seed)
     return PairedGain(
         num_prompts=len(prompts),
         mean_before=mean_before,
@@ -64,13 +70,15 @@ def paired_gain(
     )
 
 
-def _interval(differences_P: np.ndarray, confidence: float, seed: int) -> tuple[float, float]:
+def _interval(
+    differences_P: np.ndarray, weights_P: np.ndarray | None, confidence: float, seed: int
+) -> tuple[float, float]:
     count = len(differences_P)
     # Not numpy's Generator: its numbers may change with numpy's version, and a decision must not.
     random = np.random.RandomState(seed)
     means = np.concatenate(
         [
-            differences_P[random.randint(0, count, size=(size, count))].mean(axis=1)
+            _means(differences_P, weights_P, random.randint(0, count, size=(size, count)))
             for size in _sizes(NUM_RESAMPLES, max(1, _DRAWN_AT_ONCE // count))
         ]
     )
@@ -80,12 +88,20 @@ def _interval(differences_P: np.ndarray, confidence: float, seed: int) -> tuple[
     return float(lower), float(upper)
 
 
+def _means(differences_P: np.ndarray, weights_P: np.ndarray | None, drawn_SP: np.ndarray) -> np.ndarray:
+    if weights_P is None:
+        return differences_P[drawn_SP].mean(axis=1)
+    return (differences_P * weights_P)[drawn_SP].sum(axis=1) / weights_P[drawn_SP].sum(axis=1)
+
+
 def _sizes(total: int, most: int) -> list[int]:
     return [min(most, total - start) for start in range(0, total, most)]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    if weights is None:
+        return math.fsum(values) / len(values)
+    return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
 
 
 def _refuse_different(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> None:

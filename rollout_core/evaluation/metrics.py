@@ -96,13 +96,6 @@ def estimate(name: str, values: Sequence[float | None], samples_per_question: in
     return Metric(name=name, value=mean, lower=lower, upper=upper, num_questions=len(known))
 
 
-def weighted_values(values: Sequence[float | None], weights: Sequence[float]) -> list[float | None]:
-    """Values whose plain mean is the weighted one of ``values``."""
-    known = [weight for value, weight in zip(values, weights, strict=True) if value is not None]
-    mean = statistics.fmean(known) if known else 1.0
-    return [None if value is None else value * weight / mean for value, weight in zip(values, weights, strict=True)]
-
-
 def weighted_estimate(name: str, values: Sequence[float | None], weights: Sequence[float]) -> Metric | None:
     """The weighted mean of questions' shares, with 1.96 standard errors of a ratio to both sides, within 0 and 1; None
     where none has one."""

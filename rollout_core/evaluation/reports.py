@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
@@ -20,7 +20,6 @@ from rollout_core.evaluation.metrics import (
     estimate,
     value_of,
     weighted_estimate,
-    weighted_values,
 )
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Completions, Record, Scores
@@ -44,8 +43,9 @@ class SuiteReport(Record):
     scores: BlobId
     """As of `Scores`; of a choice whether its question was answered right."""
     questions: BlobId
-    """JSON: the ids of the questions; by metric, their values, ``null`` of one without; and the places of the
-    completions that are shown of them, ``null`` where none is kept."""
+    """JSON: the ids of the questions; by metric, their values, ``null`` of one without; the places of the
+    completions that are shown of them, ``null`` where none is kept; and by metric the ``weights`` of questions that do
+    not count alike."""
     num_questions: int
     num_samples: int
     """Answers that were had."""
@@ -111,11 +111,12 @@ def report_suite(
     ]
     by_metric = {name: [value_of(name, question, suite.threshold) for question in questions] for name in _named(suite)}
     firsts = [group[0] for group in groups]
+    weights: dict[str, Sequence[float]] = {}
     metrics = {name: estimate(name, by_metric[name], suite.samples) for name in suite.chosen_metrics}
     if INSTRUCTION_METRIC in metrics and isinstance(suite.scorer, InstructionsReward):
         counts = [len(sample.extras[suite.scorer.ids_key]) for sample in firsts]
         metrics[INSTRUCTION_METRIC] = weighted_estimate(INSTRUCTION_METRIC, by_metric[INSTRUCTION_METRIC], counts)
-        by_metric[INSTRUCTION_METRIC] = weighted_values(by_metric[INSTRUCTION_METRIC], counts)
+        weights[INSTRUCTION_METRIC] = counts
     place_of = {sample.id: place for place, sample in enumerate(answered)}
     places = [next((place_of[one.id] for one in group if one.id in place_of), None) for group in groups]
     lacking = [number for number, group in enumerate(groups) for one in group if one.id not in place_of]
@@ -125,7 +126,7 @@ def report_suite(
         prompts,
         source,
         completions,
-        Answered(firsts, by_metric, metrics, places, lacking),
+        Answered(firsts, by_metric, metrics, places, lacking, weights),
         scores=scores.scores,
         num_abstained=scores.num_abstained,
         num_score_failed=scores.num_reward_failed,
@@ -146,6 +147,8 @@ class Answered:
     """Of the completion that is shown of each; None where none is kept."""
     lacking: Sequence[int]
     """The question of each answer that could not be had."""
+    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By metric, of each question, where they do not count alike."""
 
 
 def file_report(
@@ -162,6 +165,8 @@ def file_report(
     ids = [name or str(number) for number, name in enumerate(own, start=1)]
     has_ids = None not in own and len(set(own)) == len(own)
     filed = {"ids": ids, "values": answered.values, "places": answered.places}
+    if answered.weights:
+        filed["weights"] = answered.weights
     return SuiteReport(
         suite=suite.name,
         suite_id=suite_id_of(suite, prompts, source),
@@ -272,7 +277,8 @@ def compare_reports(
         for name in [metric.name for metric in after.metrics if metric.name in sides[0].values]:
             values = [side.by_question(name, common) for side in sides]
             if any(values[0][question] and values[1][question] for question in common):
-                gains[name] = paired_gain(values[0], values[1], confidence=confidence)
+                weights = sides[1].weights_of(name, common)
+                gains[name] = paired_gain(values[0], values[1], confidence=confidence, weights=weights)
         asked = _questions(objects, (before, after), sides, common, every=every)
     except MissingObject as error:
         raise NotFound(
@@ -304,6 +310,7 @@ class _Side:
     places: Sequence[int | None]
     number_of: Mapping[str, int]
     """Places of the questions by their ids, of which a further one of the same id has a number."""
+    weights: Mapping[str, Sequence[float]]
 
     @classmethod
     def of(cls, objects: ObjectStore, report: SuiteReport) -> _Side:
@@ -316,12 +323,17 @@ class _Side:
         for number, name in enumerate(filed["ids"]):
             seen[name] += 1
             number_of[name if seen[name] == 1 else f"{name} ({seen[name]})"] = number
-        return cls(filed["ids"], filed["values"], places, number_of)
+        return cls(filed["ids"], filed["values"], places, number_of, filed.get("weights", {}))
 
     def by_question(self, metric: str, names: Sequence[str]) -> dict[str, list[float]]:
         """Values of the metric, none of a question without."""
         values = ((name, self.values[metric][self.number_of[name]]) for name in names)
         return {name: [] if value is None else [value] for name, value in values}
+
+    def weights_of(self, metric: str, names: Sequence[str]) -> dict[str, float] | None:
+        """Of the questions, where they do not count alike."""
+        weights = self.weights.get(metric)
+        return None if weights is None else {name: weights[self.number_of[name]] for name in names}
 
 
 def _questions(

@@ -70,7 +70,8 @@ def report(
 
 def sample_of(model: str, number: int, index: int) -> Sample:
     key = hash_bytes(f"{model} {number} {index}".encode())
-    return Sample(key, f"q{number}", [1], index, f"id-{number}", {})
+    extras = {"instruction_id_list": ["length_constraints:number_words"] * (number + 1)}
+    return Sample(key, f"q{number}", [1], index, f"id-{number}", extras)
 
 
 def test_a_report_has_every_metric_and_what_has_no_score_is_counted(objects: ObjectStore):
@@ -105,6 +106,31 @@ def test_a_model_against_itself_gains_nothing_and_flips_no_question(objects: Obj
     compared = compare_reports(objects, one, one)
     assert all((gain.gain, gain.lower, gain.upper) == (0, 0, 0) for gain in compared.gains.values())
     assert compared.lost == compared.gained == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "means"),
+    [
+        # Of 1 + 2 instructions of the questions that both have, 1 + 1 and again 1 + 1 are followed; then 1 + 2 of them.
+        ([1.0, 0.5, None], (2 / 3, 2 / 3)),
+        ([1.0, 1.0, None], (2 / 3, 3 / 3)),
+        ([0.0, 0.5, 0.0], (2 / 6, 1 / 6)),
+    ],
+)
+def test_questions_that_only_one_model_has_change_no_weight_of_the_others(
+    objects: ObjectStore, second: list[float | None], means: tuple[float, float]
+):
+    """Of 1, 2 and 3 instructions the first model follows 1, 1 and none."""
+    suite = suite_of(1, scorer={"kind": "instructions", "value": "share"}, metrics=["inst_level_acc"])
+    before, after = (
+        report(objects, suite, *([("a", share)] for share in shares), model=model)
+        for model, shares in (("a", [1.0, 0.5, 0.0]), ("b", second))
+    )
+    for sides, expected in (((before, after), means), ((after, before), means[::-1])):
+        gain = compare_reports(objects, *sides).gains["inst_level_acc"]
+        assert (gain.mean_before, gain.mean_after) == pytest.approx(expected)
+        assert gain.gain == pytest.approx(expected[1] - expected[0])
+        assert gain.lower <= gain.gain <= gain.upper and gain.num_prompts == 3 - second.count(None)
 
 
 def test_questions_that_flip_are_named_both_ways_and_turn_with_the_order(objects: ObjectStore):

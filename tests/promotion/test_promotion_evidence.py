@@ -4,6 +4,7 @@ what is promoted by it, and what guards refuse.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -51,6 +52,20 @@ def test_the_gain_is_that_of_arithmetic_by_hand():
     assert (found.num_prompts, found.mean_before) == (3, 0.5)
     assert found.mean_after == pytest.approx(2 / 3) and found.gain == pytest.approx(1 / 6)
     assert -0.5 <= found.lower < found.gain < found.upper <= 0.5
+
+
+def test_a_weighted_interval_is_that_of_all_weighted_means_of_resamples():
+    before, after = by_prompt(0, 0, 1, 0.5, 2), by_prompt(1, 0.25, 0.5, 1.5, 2.125)
+    differences, weights = np.array([1, 0.25, -0.5, 1, 0.125]), np.array([1, 3, 2, 1, 5])
+    resamples = [list(drawn) for drawn in itertools.product(range(5), repeat=5)]
+    means = np.sort([np.average(differences[drawn], weights=weights[drawn]) for drawn in resamples])
+    found = paired_gain(before, after, confidence=0.9, weights=dict(zip(before, weights, strict=True)))
+    assert found.gain == pytest.approx((1 + 0.75 - 1 + 1 + 0.625) / 12)
+    for end, share in ((found.lower, 0.05), (found.upper, 0.95)):
+        assert means[int((share - 0.01) * len(means))] <= end <= means[int((share + 0.01) * len(means))]
+    same = paired_gain(before, after, confidence=0.9, weights=dict.fromkeys(before, 2.0))
+    plain = paired_gain(before, after, confidence=0.9)
+    assert dataclasses.astuple(same) == pytest.approx(dataclasses.astuple(plain)), "equal weights are none"
 
 
 def test_the_interval_is_that_of_all_resamples_there_are():
