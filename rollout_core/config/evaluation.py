@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config.base import Address, DatasetSource, Settings, identity
 from rollout_core.config.inference import SamplingParams
@@ -238,6 +240,18 @@ class Suite(Settings):
         return self
 
 
+def refuse_unfit(given: Any) -> Any:
+    """Raises ConfigError for what names no suite, and for the table of one that runs that train do not evaluate."""
+    if given == "":
+        raise ConfigError("got an empty text; expected a suite's name, its file or its table")
+    if isinstance(given, Mapping) and given.get("kind") == "lm_eval":
+        raise ConfigError(
+            f"suite {given.get('name')} is of kind lm_eval, which `rollout eval run` evaluates; suites in training "
+            "have rows of their own"
+        )
+    return given
+
+
 def _form_of(given: Any) -> str:
     return "file" if isinstance(given, str) else "table"
 
@@ -248,6 +262,7 @@ class TrainingSuite(Settings):
     suite: Annotated[
         Annotated[Address, Tag("file")] | Annotated[Suite, Tag("table")],
         Discriminator(_form_of),
+        BeforeValidator(refuse_unfit),
     ]
     """The suite's name, its file, or its table."""
     every: int | None = Field(default=None, ge=1)

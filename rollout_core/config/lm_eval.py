@@ -46,8 +46,8 @@ class LmEvalSuite(Settings):
     """Run tasks that run programs which the model wrote. They run without walls, as this user: see `docs/sandbox.md`
     for what such programs can do, and ``kind = "code"`` for a scorer with walls."""
     python: str | None = Field(default=None, min_length=1)
-    """Interpreter that has lm_eval, from 3.11 on, such as that of a virtual environment of its own. Default: the one
-    that runs this."""
+    """Interpreter that has lm_eval, from 3.11 on, such as that of a virtual environment of its own; a relative path
+    starts at the working folder. Default: the one that runs this."""
 
     def cache_identity(self) -> Any:
         return {name: given for name, given in super().cache_identity().items() if name != "python"}

@@ -112,6 +112,12 @@ def _right(scorer: ChoiceScorer, row: Mapping[str, Any], given: Sequence[str], l
         "text": [place for place, choice in enumerate(given) if choice.strip() == text],
     }
     asked = [scorer.answer_as] if scorer.answer_as != "auto" else list(readings)
+    for name in asked:
+        if len(readings[name]) > 1:
+            twice = " and ".join(str(place + 1) for place in readings[name])
+            raise ConfigError(
+                f"its {key!r} is {answer!r}, which is the {name} of choices {twice}; expected one of them"
+            )
     found = {name: readings[name][0] for name in asked if readings[name]}
     if len(set(found.values())) == 1:
         return next(iter(found.values()))

@@ -137,12 +137,14 @@ def _call(suite: LmEvalSuite, base: Path, **more: Any) -> dict[str, Any]:
         )
     given: dict[str, Any] = suite.model_dump(mode="json") | {"folder": str(base.resolve())} | more
     given["requests"] = None if given["requests"] is None else [_as_asked(request) for request in given["requests"]]
-    if suite.python is not None and shutil.which(suite.python) is None:
+    # A name without a folder is looked up in PATH.
+    python = suite.python if suite.python is None or "/" not in suite.python else str(base.resolve() / suite.python)
+    if python is not None and shutil.which(python) is None:
         raise ConfigError(f"python = {suite.python!r} is no interpreter; expected the path of one that has lm_eval")
     try:
-        if suite.python is None:
+        if python is None:
             return _child.call(given)
-        with Child(HANDLER, LIMITS, on_line=log.debug, python=suite.python) as child:
+        with Child(HANDLER, LIMITS, on_line=log.debug, python=python) as child:
             return child.call(given)
     except Ended as error:
         raise ConfigError(f"lm_eval: its process {error}") from error
@@ -219,7 +221,8 @@ def report(
         raise ConfigError("lm_eval: the tasks' settings or code differ from when their prompts were made; start again")
 
     questions, found = came_to["questions"], came_to["found"]["results"]
-    right = [_right_share(question["values"]) for question in questions]
+    higher = came_to["found"].get("higher_is_better", {})
+    right = [_right_share(question["values"], higher.get(question["task"], {})) for question in questions]
     by_question = {(question["task"], question["doc"]): share for question, share in zip(questions, right, strict=True)}
     flat = [place for places in order for place in places]
     asking = [
@@ -232,6 +235,11 @@ def report(
         "places": [shown[question["task"], question["doc"]] for question in questions],
         "lm_eval": came_to["found"],
     }
+    metrics = tuple(_metrics(found, filed["values"]))
+    if not metrics:
+        raise ConfigError(
+            f"suite {suite.name}: no metric of its tasks came to a number; look at their metric_list, and at limit"
+        )
     return SuiteReport(
         suite=suite.name,
         suite_id=content_id("lm-eval-suite/1", [asked.requests, asked.version, asked.source]),
@@ -246,7 +254,7 @@ def report(
         num_truncated=sum(one.finish_reasons.get("length", 0) for one in completions),
         num_abstained=0,
         num_score_failed=0,
-        metrics=tuple(_metrics(found, filed["values"])),
+        metrics=metrics,
     )
 
 
@@ -287,9 +295,9 @@ def _places(requests: Sequence[Mapping[str, Any]], num_drawings: int) -> list[li
     return places
 
 
-def _right_share(values: Mapping[str, float]) -> float | None:
-    """Of a question: its first metric, where that says right or wrong or what lies between."""
-    first = next(iter(values.values()), None)
+def _right_share(values: Mapping[str, float], higher: Mapping[str, bool | None]) -> float | None:
+    """Of a question: its first metric of which more is better, where that says right or wrong or what lies between."""
+    first = next((value for name, value in values.items() if higher.get(name.partition(",")[0]) is not False), None)
     return first if first is not None and 0 <= first <= 1 else None
 
 

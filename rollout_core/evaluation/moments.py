@@ -9,6 +9,7 @@ from rollout_core.base.errors import MissingObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.config import Suite, TrainingSuite
 from rollout_core.config.base import parse_config
+from rollout_core.config.evaluation import refuse_unfit
 from rollout_core.evaluation.bootstrap import PairedGain
 from rollout_core.evaluation.reports import CONFIDENCE, SuiteReport, compare_reports
 from rollout_core.evaluation.suite_files import read_suite
@@ -26,7 +27,7 @@ def suite_of(entry: TrainingSuite, base: Path, objects: ObjectStore | None) -> S
     of models where the object store is known. Raises ConfigError with what is wrong with its file."""
     suite = entry.suite
     if not isinstance(suite, Suite):
-        suite = parse_config(read_suite(suite, base=base), Suite, name=suite)
+        suite = parse_config(refuse_unfit(read_suite(suite, base=base)), Suite, name=suite)
     return suite if objects is None else with_whole_ids(suite, base, lambda: objects)
 
 

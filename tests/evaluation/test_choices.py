@@ -35,6 +35,7 @@ def read(row: dict[str, Any], **keys: Any) -> Choices:
         ({"choices": [0, 1, 2], "answer": 1}, {}, 1),  # by index and by text the same
         ({"choices": [2, 1, 0], "answer": 2}, {"answer_as": "text"}, 0),
         ({"choices": {"text": COLOURS, "label": ["1", "2", "3"]}, "answer": "1"}, {"answer_as": "label"}, 0),
+        ({"choices": {"text": COLOURS, "label": ["A", "B", "A"]}, "answer": "B"}, {}, 1),
         ({"a": "x", "b": "y", "label": 1}, {"choices": ["a", "b"], "answer_key": "label"}, 1),
     ],
 )
@@ -62,6 +63,16 @@ def test_a_row_names_its_right_choice_by_index_label_or_text(row: dict[str, Any]
             {"choices": [2, 1, 0], "answer": 2},
             {},
             "reads as index choice 3 and as text choice 1; say which by scorer.a",
+        ),
+        (
+            {"choices": {"text": COLOURS, "label": ["A", "B", "A"]}, "answer": "A"},
+            {},
+            "'answer' is 'A', which is the label of choices 1 and 3; expected one of them",
+        ),
+        (
+            {"choices": ["red", "red", "blue"], "answer": "red"},
+            {"continuation": "{{ label }}"},
+            "'answer' is 'red', which is the text of choices 1 and 2; expected one of them",
         ),
         ({"choices": "red", "answer": 0}, {}, "its choices holds no choices; expected a list of texts, or an object"),
         ({"choices": ["red"], "answer": 0}, {}, "it has 1 choices; expected 2 or more"),

@@ -264,8 +264,26 @@ def test_files_that_no_task_uses_and_places_of_files_are_not(folder: Path, tmp_p
     assert again == before
 
 
+def test_only_a_metric_of_which_more_is_better_says_what_is_right(objects: ObjectStore, folder: Path):
+    values = objects.get_json(reported(objects, suite_of("told.yaml"), folder).questions)["values"]
+    assert values["accuracy"] == values["acc"] and {*values["acc"]} == {0, 1}
+    fewer = included(folder, metric=METRIC.replace("true", "false"))
+    values = objects.get_json(reported(objects, fewer, folder).questions)["values"]
+    assert values["accuracy"] == [None] * len(ROWS) and None not in values["exact_match,strict"]
+
+
+def test_tasks_without_a_figure_are_refused(objects: ObjectStore, folder: Path):
+    metric = METRIC.replace("mean", "!function scoring.nothing")
+    suite = included(folder, metric=metric, scoring="def nothing(values):\n    return 'much'\n")
+    with pytest.raises(ConfigError, match="suite s: no metric of its tasks came to a number; look at their metric_l"):
+        reported(objects, suite, folder)
+
+
 def test_another_interpreter_does_the_same(objects: ObjectStore, folder: Path):
-    suite, other = (suite_of("sums.yaml", python=python) for python in (None, sys.executable))
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin" / "python").chmod(0o755)
+    suite, other = (suite_of("sums.yaml", python=python) for python in (None, "bin/python"))
     assert ask_tasks(other, folder) == ask_tasks(suite, folder)
     assert reported(objects, other, folder) == reported(objects, suite, folder)
 

@@ -10,6 +10,7 @@ import pytest
 from tests.plan.planning import plan, refusal
 
 SORTING = {"name": "sorting", "rows": {"path": "prompts.jsonl"}, "sampling": {"max_tokens": 8}}
+THEIRS = {"kind": "lm_eval", "name": "theirs", "tasks": ["gsm8k"]}
 FILE = """
 name = "in-a-file"
 rows = { path = "held-out.jsonl" }
@@ -50,6 +51,9 @@ def test_suites_by_file_and_by_table_are_planned_with_the_moments_at_which_they_
         ),
         ({"suite": "none.toml"}, "evaluation.suites.0.suite: "),
         ({"suite": "mine.py"}, "evaluation.suites.0.suite: "),
+        ({"suite": ""}, "evaluation.suites.0.suite: got an empty text; expected a suite's name"),
+        ({"suite": "theirs.toml"}, "evaluation.suites.0.suite: suite theirs is of kind lm_eval, which `rollout eval "),
+        ({"suite": THEIRS}, "evaluation.suites.0.suite: suite theirs is of kind lm_eval, which `rollout eval run`"),
         ({"suite": "gsm9k"}, "suite 'gsm9k': there is no such suite and no such file; did you mean 'gsm8k'?"),
         ({"suite": {**SORTING, "rowz": 1}}, "evaluation.suites.0.suite.rowz: unknown key; did you mean 'rows'?"),
         ({"suite": {**SORTING, "rows": {"path": "no.jsonl"}}}, "suite sorting: rows.path: "),
@@ -58,6 +62,7 @@ def test_suites_by_file_and_by_table_are_planned_with_the_moments_at_which_they_
     ],
 )
 def test_a_bad_suite_is_refused_in_one_line(work: Path, entry: dict[str, Any], expected: str):
+    (work / "theirs.toml").write_text('kind = "lm_eval"\nname = "theirs"\ntasks = ["gsm8k"]\n')
     message = refusal("nightly", work, evaluation__suites=[entry])
     assert expected in message, message
 
