@@ -206,7 +206,7 @@ def _scored(config: OpenAIBackend, tokenizer: Any, request: Request, choice: Map
         places = range(end - request.scored, end)
     else:
         offsets = _list(found.get("text_offset"), "text_offset")
-        places = _places_behind(_scored_text(tokenizer, request), offsets, len(names))
+        places = _places_behind(_scored_text(tokenizer, request), offsets, names)
     scored = _numbers(logprobs[place] for place in places)
     if not scored or max(scored) > LOGPROB_NOISE:
         raise Malformed("no log-probability of the continuation" if not scored else "a log-probability above 0")
@@ -216,16 +216,41 @@ def _scored(config: OpenAIBackend, tokenizer: Any, request: Request, choice: Map
     )
 
 
-def _places_behind(texts: tuple[str, str], offsets: Sequence[Any], count: int) -> list[int]:
-    """Places of the tokens that write the second text, which begins within the first of them."""
-    if len(offsets) != count or any(type(offset) is not int for offset in offsets):
+def _places_behind(texts: tuple[str, str], offsets: Sequence[Any], names: Sequence[str]) -> list[int]:
+    """Places of the tokens that write the second text, which begins within the first of them.
+
+    Offsets of servers such as vLLM's are sums of the tokens' lengths: special tokens and spaces that tokenizers put
+    before the text count, so places are counted from the end, where the drawn token follows. Raises NoPromptLogprobs
+    where the tokens found do not write that text.
+    """
+    if not names or len(offsets) != len(names) or any(type(offset) is not int for offset in offsets):
         raise NoPromptLogprobs
-    begin, end = len(texts[0]), len(texts[0]) + len(texts[1])
-    ends = [*offsets[1:], end]
-    found = [place for place in range(count) if ends[place] > begin and offsets[place] < end]
-    if not found or offsets[found[0]] > begin:
+    text, begin = "".join(texts), len(texts[0])
+    behind = offsets[-1] + len(names[-1])
+    # Some servers do not return a drawn token that ends the text.
+    before = (behind if "".join(names) == text else offsets[-1]) - len(text)
+    starts = [offset - before for offset in offsets]
+    ends = [*starts[1:], behind - before]
+    # An empty first token is a special one. Others of no width begin a character of several tokens.
+    found = [
+        place
+        for place in range(0 if names[0] else 1, len(names))
+        if ends[place] > begin or starts[place] == begin
+        if starts[place] < len(text)
+    ]
+    if before < 0 or not found or starts[found[0]] > begin:
+        raise NoPromptLogprobs
+    if not all(_writes(names[place], text[max(0, starts[place]) : ends[place]], starts[place]) for place in found):
         raise NoPromptLogprobs
     return found
+
+
+def _writes(name: str, text: str, start: int) -> bool:
+    """Whether a token that starts at ``start`` of a text has this part of it. A tokenizer's own space may precede the
+    text, and OpenAI's API names bytes of a character by their numbers."""
+    if start == -1 and name.startswith(" "):
+        return name[1:] == text
+    return name == text or (name.startswith("bytes:") and len(text) <= 1)
 
 
 def _retokenised(tokenizer: Any, request: Request, text: str, reason: FinishReason, vocab_size: int) -> Completion:
@@ -451,8 +476,8 @@ def no_scores(url: str) -> ConfigError:
     """The error for an endpoint that has never scored a continuation."""
     return ConfigError(
         f"{url} answers without log-probabilities of the prompt (echo = true, logprobs = 1), by which choices are "
-        "scored; vllm serve gives them under /v1/completions. Evaluate the model's own files, or leave the suites of "
-        "choices out"
+        "scored, or its tokens do not write the prompt; vllm serve gives them under /v1/completions. Evaluate the "
+        "model's own files, or leave the suites of choices out"
     )
 
 

@@ -4,6 +4,7 @@ plain forward pass, and asked for once."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from rollout_core.inference.backend import ModelRef, Request, cannot_score
 from rollout_core.inference.endpoint_model import EndpointEngine, endpoint_id
 from rollout_core.inference.engines import build_backend
 from rollout_core.objects import ObjectStore
-from tests.support.answer_server import AnswerServer
+from tests.support.answer_server import WORD, AnswerServer
 
 PAIRS = [
     ("sort 3 1 2 =", " 1 2 3"),
@@ -200,6 +201,75 @@ def test_an_endpoint_scores_the_texts_that_it_repeats(scoring: AnswerServer):
         "echo": True,
         "logprobs": 1,
     }
+
+
+GRIN_FACE = "\N{GRINNING FACE}"
+GRIN = {
+    "the last has the character": ["", "", GRIN_FACE],
+    "bytes by their numbers": ["bytes:\\xf0\\x9f", "bytes:\\x98", "bytes:\\x80"],
+}
+"""One character of three tokens, as vLLM and OpenAI name them."""
+
+
+def words(text: str) -> list[str]:
+    return WORD.findall(text)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda text: ["<s>", *words(text)],
+        lambda text: ["<|begin_of_text|>", *words(text)],
+        lambda text: ["", *words(text)],
+        lambda text: ["<s>", *words(" " + text)],
+        lambda text: ["[gMASK]", "<sop>", *words(text)],
+        lambda text: ["<s>", "\ufffd", "\ufffd", *words(text)[1:]],
+    ],
+    ids=["<s>", "longer than a choice", "empty", "a space of the tokenizer's", "two", "half characters in the prompt"],
+)
+def test_tokens_before_the_text_move_no_choice(scoring: AnswerServer, tokens: Any):
+    scoring.tokens = tokens
+    config = endpoint(scoring, api="completions", max_concurrency=1)
+    paris, capital, whole = score(
+        config, ("The capital of France is", " Paris"), ("The", " capital of"), ("", "Paris is")
+    )
+    assert isinstance(paris, Completion) and isinstance(capital, Completion)
+    assert (paris.logprobs, capital.logprobs) == ([-0.25], [-9.0, -9.0])
+    if "\ufffd" not in tokens(""):
+        assert isinstance(whole, Completion) and whole.logprobs == [-9.0, -9.0]
+
+
+@pytest.mark.parametrize("named", GRIN)
+def test_all_tokens_of_a_character_count(scoring: AnswerServer, named: str):
+    parts = GRIN[named]
+    scoring.tokens = lambda text: [
+        part for word in re.findall(r"<s>|\s?\w+|\S", text) for part in (parts if word == GRIN_FACE else [word])
+    ]
+    scoring.width = lambda name: 0 if name in parts[:-1] else 1 if name == parts[-1] else len(name)
+    [first, inner] = score(endpoint(scoring, api="completions"), ("Smile:", GRIN_FACE), ("Smile:", " wide" + GRIN_FACE))
+    assert isinstance(first, Completion) and first.logprobs == [-9.0] * 3
+    assert isinstance(inner, Completion) and inner.logprobs == [-9.0] * 4
+
+
+def test_an_endpoint_that_does_not_return_the_token_that_ends_a_text_scores_it(scoring: AnswerServer):
+    scoring.drawn = ()
+    [paris] = score(endpoint(scoring, api="completions"), ("The capital of France is", " Paris"))
+    assert isinstance(paris, Completion) and paris.logprobs == [-0.25]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda text: [word.strip() for word in words(text)],
+        lambda text: ["<s>", *(word.strip() for word in words(text))],
+        lambda text: [word.replace(" ", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}") for word in words(text)],
+    ],
+    ids=["no spaces", "no spaces behind a special token", "vocabulary pieces"],
+)
+def test_tokens_that_do_not_write_the_choice_score_nothing(scoring: AnswerServer, tokens: Any):
+    scoring.tokens = tokens
+    with pytest.raises(ConfigError, match="or its tokens do not write the prompt"):
+        score(endpoint(scoring, api="completions"), ("The capital of France is", " Paris"))
 
 
 def test_an_endpoint_that_gives_no_log_probabilities_of_prompts_ends_the_run_with_one_line(scoring: AnswerServer):

@@ -27,6 +27,11 @@ class AnswerServer:
     """Questions that are answered 400."""
     key: str | None = None
     scores_prompts: bool = True
+    tokens: Callable[[str], list[str]] = WORD.findall
+    """Texts of a text's tokens; offsets are the sums of their ``width``, as vLLM's server has them."""
+    width: Callable[[str], int] = len
+    drawn: tuple[str, ...] = (" drawn",)
+    """Tokens behind a text that is scored."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     on_answer: Callable[[int], object] = lambda count: None
@@ -68,16 +73,15 @@ class AnswerServer:
         return _send(handler, 200, {"choices": [{**told, "finish_reason": "stop"}], "usage": usage})
 
     def _scored(self, text: str) -> dict[str, Any]:
-        """A token is a word with the space before it; one more is drawn."""
         if not self.scores_prompts:
             return {"text": "x", "finish_reason": "length", "logprobs": None}
-        words = [*WORD.findall(text), " drawn"]
-        offsets = [sum(map(len, words[:place])) for place in range(len(words))]
-        logprobs = [self._logprob(text[:offset], word) for offset, word in zip(offsets, words, strict=True)]
+        words = [*self.tokens(text), *self.drawn]
+        offsets = [sum(map(self.width, words[:place])) for place in range(len(words))]
+        logprobs = [self._logprob("".join(words[:place]), word) for place, word in enumerate(words)]
         logprobs[0] = None
         tops = [None if p is None else {word: p, " likelier": -0.5} for word, p in zip(words, logprobs, strict=True)]
         found = {"tokens": words, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
-        return {"text": text + " drawn", "finish_reason": "length", "logprobs": found}
+        return {"text": text + "".join(self.drawn), "finish_reason": "length", "logprobs": found}
 
     def _logprob(self, before: str, word: str) -> float | None:
         for end, scores in self.scores.items():
