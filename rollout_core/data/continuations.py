@@ -25,7 +25,7 @@ from rollout_core.data.samples import (
     prompt_of,
     refuse_long_prompts,
 )
-from rollout_core.data.text import render_chats, token_ids_of
+from rollout_core.data.text import ENDS_ANSWERED, render_chats, token_ids_of
 from rollout_core.models.bounded.tokenizing import Chat, Problem
 from rollout_core.models.facts import max_positions
 from rollout_core.models.pretrained import load_tokenizer
@@ -68,8 +68,8 @@ def moved_spaces(prompt: str, continuation: str) -> tuple[str, str]:
 def encode_continuations(tokenizer: Any, pairs: Sequence[Continued]) -> list[tuple[list[int], int]]:
     """Token ids of each prompt with its continuation, and how many of the last ones are the continuation's.
 
-    Raises ConfigError for the first pair whose prompt does not go through the chat template, or whose continuation adds
-    no token.
+    Raises ConfigError for the first pair whose prompt does not go through the chat template or ends with an answer, or
+    whose continuation adds no token; and for an empty prompt where no token begins a text.
     """
     chats = {place: row for place, (row, _) in enumerate(pairs) if row.messages is not None}
     rendered = render_chats(tokenizer, [Chat(row.messages or (), True, row.tools or ()) for row in chats.values()])
@@ -83,6 +83,8 @@ def encode_continuations(tokenizer: Any, pairs: Sequence[Continued]) -> list[tup
             prompt = written[place] if is_chat else row.prompt or ""
             if isinstance(prompt, Problem):
                 raise ConfigError(f"prompt {place + 1} {prompt.reason}")
+            if row.messages and row.messages[-1].role == "assistant":
+                raise ConfigError(f"prompt {place + 1} {ENDS_ANSWERED}")
             texts.append(moved_spaces(prompt, continuation))
         for place, ids in zip(places, _encode_pairs(tokenizer, texts, special_tokens=not is_chat), strict=True):
             if not ids[1]:
@@ -103,6 +105,11 @@ def _encode_pairs(
     whole = iter(token_ids_of(tokenizer, begun, special_tokens=special_tokens))
     unprompted = [continuation for prompt, continuation in texts if not prompt]
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if unprompted and first is None:
+        raise ConfigError(
+            f"a prompt is empty, and the tokenizer {type(tokenizer).__name__} of {tokenizer.name_or_path!r} has neither "
+            "a BOS nor an EOS token for its choices to follow; give each prompt at least one character"
+        )
     bare = iter(token_ids_of(tokenizer, unprompted, special_tokens=False))
     found = []
     for prompt, _ in texts:

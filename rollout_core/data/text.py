@@ -18,6 +18,8 @@ from rollout_core.data.turns import shows_tools
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, render
 
 _CONTEXT_TOKENS = 8
+ENDS_ANSWERED = "has the assistant's message as its last: nothing is asked; leave the answer out"
+"""What is wrong with a conversation that nothing follows."""
 
 
 def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int]]:
@@ -47,7 +49,7 @@ def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[in
         if isinstance(text, Problem):
             problems[place] = text.reason
         elif messages[-1].role == "assistant":
-            problems[place] = "has the assistant's message as its last: nothing is asked; leave the answer out"
+            problems[place] = ENDS_ANSWERED
         else:
             rendered.append((place, text))
     for some, special_tokens in ((texts, True), (rendered, False)):

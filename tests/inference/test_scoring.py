@@ -32,6 +32,7 @@ from rollout_core.data.samples import (
     decode_samples,
     encode_samples,
 )
+from rollout_core.data.text import tokenize_prompts
 from rollout_core.inference.backend import ModelRef, Request, cannot_score
 from rollout_core.inference.endpoint_model import EndpointEngine, endpoint_id
 from rollout_core.inference.engines import build_backend
@@ -112,6 +113,26 @@ def test_a_conversation_is_continued_behind_the_chat_template(tiny: ModelRef, to
     [(ids, scored)] = encode_continuations(tokenizer, [Continued(row, "1 2")])
     assert tokenizer.decode(ids) == "<user>sort 2 1<a>1 2"
     assert tokenizer.decode(ids[-scored:]) == "1 2"
+
+
+def test_a_conversation_that_ends_with_an_answer_is_refused_as_for_generation(tiny: ModelRef):
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
+    turns = [{"role": "user", "content": "sort 2 1"}, {"role": "assistant", "content": "1"}]
+    row = PromptRow.model_validate({"messages": turns})
+    expected = "prompt 1 has the assistant's message as its last: nothing is asked; leave the answer out"
+    with pytest.raises(ConfigError, match=expected):
+        tokenize_prompts(tokenizer, [row])
+    with pytest.raises(ConfigError, match=expected):
+        encode_continuations(tokenizer, [Continued(row, " 2")])
+
+
+def test_an_empty_prompt_needs_a_token_that_begins_texts(tiny: ModelRef):
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"a prompt is empty, and the tokenizer \w+ of '.*' has neither a BOS nor"):
+        encode_continuations(tokenizer, pairs([("sort", " 1"), ("", " 1")]))
+    assert encode_continuations(tokenizer, pairs([("sort", " 1")]))
 
 
 def test_what_cannot_be_scored_is_refused(tiny: ModelRef, tokenizer: Any):
