@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -310,6 +310,16 @@ EndpointAddress = Annotated[str, AfterValidator(_endpoint_address)]
 """URL of an API up to and with its version, such as ``http://127.0.0.1:8000/v1``."""
 
 
+DECIDED_KEYS = ("model", "messages", "prompt", "system", "stream", "n", "max_tokens", "echo")
+"""Of a request's body, which other settings, or the question, decide."""
+
+
+def refuse_decided(where: str, keys: Iterable[str]) -> None:
+    """Raise ValueError for a key that a configuration adds to, or takes from, each request's body and must not."""
+    if decided := sorted(set(DECIDED_KEYS).intersection(keys)):
+        raise ValueError(f"{where}.{decided[0]} is not for {where}: other settings or the question decide it")
+
+
 class TokenPrices(Described):
     """What an endpoint asks for its answers."""
 
@@ -395,9 +405,13 @@ class EndpointModel(Settings):
     """NAME of the secret that is the endpoint's key: ``ROLLOUT_SECRET_<NAME>`` in the worker's environment, where
     ``ROLLOUT_SECRETS`` must list it."""
     body: dict[str, Any] = Field(default={})
-    """Further keys of each request's body. With ``max_completion_tokens`` among them ``max_tokens`` is not sent."""
+    """Further keys of each request's body. Refused are keys that other settings, or the question, decide, such as
+    ``model``."""
     leave_out: tuple[str, ...] = ()
-    """Keys of the body that are not sent, such as ``temperature``, which some models refuse."""
+    """Keys of the body that are not sent, such as ``temperature``, which some models refuse. Those that ``body`` must
+    not have must be sent."""
+    max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """Key of the body that ``sampling.max_tokens`` is sent as; some models of OpenAI want ``max_completion_tokens``."""
     max_concurrency: int = Field(default=16, ge=1)
     """Most requests under way. They become fewer while the endpoint answers 429, and more again afterwards."""
     requests_per_minute: float | None = Field(default=None, gt=0)
@@ -412,6 +426,19 @@ class EndpointModel(Settings):
     """Wait before the first further try; doubled for each one after, up to a minute. Where the endpoint asks for a
     longer wait (Retry-After), that counts."""
 
+    @model_validator(mode="after")
+    def _body_leaves_the_rest_alone(self) -> EndpointModel:
+        refuse_decided("body", self.body)
+        refuse_decided("leave_out", self.leave_out)
+        if "max_completion_tokens" in {*self.body, *self.leave_out}:
+            raise ValueError(
+                "max_completion_tokens is neither for body nor for leave_out: set max_tokens_key = "
+                "'max_completion_tokens', and sampling.max_tokens is sent as that"
+            )
+        if self.api != "chat" and self.max_tokens_key != "max_tokens":
+            raise ValueError(f"max_tokens_key is 'max_completion_tokens', which api {self.api!r} has not; leave it out")
+        return self
+
     @property
     def uri(self) -> str:
         """Which model it is, for people."""
@@ -419,8 +446,10 @@ class EndpointModel(Settings):
 
     def cache_identity(self) -> Any:
         """What decides an answer."""
-        named = ("kind", "url", "api", "model", "revision", "body", "leave_out")
-        return self.model_dump(mode="json", include=set(named))
+        named = {"kind", "url", "api", "model", "revision", "body", "leave_out"}
+        if self.max_tokens_key != "max_tokens":
+            named.add("max_tokens_key")
+        return self.model_dump(mode="json", include=named)
 
 
 EngineConfig = VLLMBackend | TransformersBackend | ScriptedBackend

@@ -6,16 +6,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.inference import EndpointAddress, TokenPrices
+from rollout_core.config.inference import EndpointAddress, TokenPrices, refuse_decided
 from rollout_core.config.reward_settings import RewardSettings
 from rollout_core.config.templates import JinjaTemplate, required_variables, variables_of
 
 GIVEN_NAMES = ("prompt", "completion", "completions", "reference", "rubric", "lowest", "highest", "row")
 """That every template knows, besides the keys of the prompt's row."""
-
-
-_OWN_KEYS = ("model", "messages", "system", "stream", "n", "max_tokens")
-"""Of a request's body, which the judge's other settings, and the question, decide."""
 
 
 class JudgeEndpoint(RewardSettings, TokenPrices):
@@ -61,8 +57,7 @@ class JudgeEndpoint(RewardSettings, TokenPrices):
 
     @model_validator(mode="after")
     def _body_leaves_the_rest_alone(self) -> JudgeEndpoint:
-        if decided := [key for key in _OWN_KEYS if key in self.body]:
-            raise ValueError(f"body.{decided[0]} is not for body: the judge's other settings or the question decide it")
+        refuse_decided("body", self.body)
         longest = self.body.get("max_completion_tokens", self.max_tokens)
         if type(longest) is not int or longest < 16:
             raise ValueError(f"body.max_completion_tokens is {longest!r}; expected a number of tokens, at least 16")

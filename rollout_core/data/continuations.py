@@ -107,8 +107,8 @@ def _encode_pairs(
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if unprompted and first is None:
         raise ConfigError(
-            f"a prompt is empty, and the tokenizer {type(tokenizer).__name__} of {tokenizer.name_or_path!r} has neither "
-            "a BOS nor an EOS token for its choices to follow; give each prompt at least one character"
+            f"a prompt is empty, and the tokenizer {type(tokenizer).__name__} of {tokenizer.name_or_path!r} has "
+            "neither a BOS nor an EOS token for its choices to follow; give each prompt at least one character"
         )
     bare = iter(token_ids_of(tokenizer, unprompted, special_tokens=False))
     found = []

@@ -124,9 +124,7 @@ def body_of(config: EndpointModel, request: Request) -> dict[str, Any]:
     """The JSON body of a request."""
     form = _openai_form(config)
     body = _anthropic_body(config, request) if form is None else openai_body(form, config.model, None, request)
-    body |= config.body
-    if "max_completion_tokens" in config.body:
-        body.pop("max_tokens", None)
+    body |= {config.max_tokens_key: body.pop("max_tokens"), **config.body}
     return {name: value for name, value in body.items() if name not in config.leave_out}
 
 

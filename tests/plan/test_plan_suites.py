@@ -276,7 +276,16 @@ ENDPOINT = {"kind": "endpoint", "model": "wise"}
         ({"api": "responses"}, "model.api: Input should be 'chat', 'completions' or 'anthropic'; got 'responses'"),
         ({"revison": "1"}, "config: model.revison: unknown key; did you mean 'revision'?"),
         ({"api_key": "sk-12345"}, "expected the NAME of a secret, such as SERVER_KEY"),
-        ({"model": "unwise"}, "serves no model 'unwise', but wise; look at model.model"),
+        *(
+            (change, f"{where}.{key} is not for {where}: other settings or the question decide it")
+            for key in ("model", "messages", "prompt", "system", "stream", "n", "max_tokens", "echo")
+            for where, change in (("body", {"body": {key: 1}}), ("leave_out", {"leave_out": [key]}))
+        ),
+        ({"body": {"max_completion_tokens": 9}}, "neither for body nor for leave_out: set max_tokens_key = "),
+        (
+            {"api": "anthropic", "max_tokens_key": "max_completion_tokens"},
+            "'max_completion_tokens', which api 'anthropic' has not; leave it out",
+        ),
     ],
 )
 def test_a_bad_endpoint_is_refused_in_one_line(changes: dict[str, Any], expected: str):
