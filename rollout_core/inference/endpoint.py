@@ -26,6 +26,7 @@ import orjson
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import Redaction, require_secret, without_password
 from rollout_core.inference.pace import Pace
+from rollout_core.models.locating import Unchecked
 
 MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_AFTER_SECONDS = 600.0
@@ -329,11 +330,42 @@ def look_once(make: Callable[[], Endpoint], look: Callable[[Endpoint], Coroutine
         return threads.submit(asyncio.run, opened()).result()
 
 
-def counted_tokens(answer: Mapping[str, Any], name: str) -> int | None:
-    """A number of tokens in the ``usage`` of an answer; None where there is none, or it can be none."""
+def look_for_model(make: Callable[[], Endpoint], url: str, model: str, who: str) -> None:
+    """Look once whether an endpoint answers, takes the key, and lists the model.
+
+    Raises ConfigError where it never will answer; Unchecked where it does not now, or does not list the model: many
+    gateways have no list, or list only a part of what they serve.
+    """
+
+    async def look(endpoint: Endpoint) -> None:
+        unknown = f"whether {url} serves {model!r}"
+        try:
+            names = [str(listed["id"]) for listed in await endpoint.models()]
+        except Passing as error:
+            raise Unchecked(f"{who} does not answer: {error}") from error
+        except (NotServed, Refused, Malformed) as error:
+            raise Unchecked(f"{unknown}, as it lists no models: {error}") from error
+        if model not in names:
+            raise Unchecked(f"{unknown}; it lists {endpoint.fit_to_show(', '.join(sorted(names)) or 'nothing')}")
+
+    look_once(make, look)
+
+
+def counted_tokens(answer: Mapping[str, Any], api: str) -> tuple[int | None, int | None]:
+    """Tokens of prompt and answer in the ``usage`` of an answer; None where there is none, or it can be none."""
     usage = answer.get("usage")
-    count = usage.get(name) if isinstance(usage, Mapping) else None
-    return count if type(count) is int and 0 <= count <= MOST_COUNTED else None
+
+    def counted(name: str) -> int | None:
+        count = usage.get(name) if isinstance(usage, Mapping) else None
+        return count if type(count) is int and 0 <= count <= MOST_COUNTED else None
+
+    if api != "anthropic":
+        return counted("prompt_tokens"), counted("completion_tokens")
+    prompt = counted("input_tokens")
+    if prompt is not None:
+        # What a cache of prompts took or gave is counted apart.
+        prompt += sum(counted(name) or 0 for name in ("cache_creation_input_tokens", "cache_read_input_tokens"))
+    return prompt, counted("output_tokens")
 
 
 def _is_success(response: aiohttp.ClientResponse) -> bool:

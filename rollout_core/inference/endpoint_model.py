@@ -5,18 +5,23 @@ Its tokens have no ids here, so nothing can be trained on its answers, whose len
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import EndpointModel, OpenAIBackend
 from rollout_core.config.base import identity
 from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.backend import ModelRef, Request, problem_with_text
-from rollout_core.inference.endpoint import Endpoint, Malformed, NotServed, Passing, Refused, Unpaid
+from rollout_core.inference.endpoint import (
+    Endpoint,
+    Malformed,
+    Passing,
+    Refused,
+    Unpaid,
+    counted_tokens,
+    look_for_model,
+)
 from rollout_core.inference.endpoint_stream import EndpointStream
 from rollout_core.inference.openai_wire import (
     NoPromptLogprobs,
@@ -154,42 +159,19 @@ def _anthropic_outcome(request: Request, answer: Mapping[str, Any]) -> Outcome:
     try:
         text = "".join(part["text"] for part in answer["content"] if part["type"] == "text")
         reason = _ANTHROPIC_REASONS.get(answer["stop_reason"], answer["stop_reason"])
-        usage = answer["usage"]
-        counts = usage["input_tokens"], usage["output_tokens"]
     except (LookupError, TypeError) as error:
         raise Malformed(f"it has no text of a message ({type(error).__name__}: {error})") from None
     if problem := problem_with_text(text, request.params):
         raise Malformed(problem)
-    if not all(type(count) is int and count >= 0 for count in counts):
+    prompt_tokens, answer_tokens = counted_tokens(answer, "anthropic")
+    if prompt_tokens is None or answer_tokens is None:
         raise Malformed("its usage counts no tokens")
     if reason not in ("stop", "length"):
         return Failure(request.key, f"the endpoint ended it with {reason!r}")
-    return Completion(request.key, (), (), text, reason, usage=counts)
+    return Completion(request.key, (), (), text, reason, usage=(prompt_tokens, answer_tokens))
 
 
 def try_endpoint_model(config: EndpointModel) -> None:
-    """Look once whether the endpoint answers, takes the key, and serves the model where it lists any.
-
-    Raises ConfigError where it never will, Recoverable where it does not answer now.
-    """
-
-    async def look() -> None:
-        once = config.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
-        endpoint = _endpoint(once)
-        try:
-            names = [str(model["id"]) for model in await endpoint.models()]
-        except NotServed:  # not all list their models
-            names = []
-        except Passing as error:
-            raise Recoverable(f"the endpoint does not answer: {error}") from error
-        except (Refused, Malformed) as error:
-            raise ConfigError(f"{config.url}: {error}") from error
-        finally:
-            await endpoint.close()
-        if names and config.model not in names:
-            named = endpoint.fit_to_show(", ".join(sorted(names)))
-            raise ConfigError(f"{config.url} serves no model {config.model!r}, but {named}; look at model.model")
-
-    # In a thread of its own, as the caller's may have a loop that runs.
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(asyncio.run, look()).result()
+    """Raises as `look_for_model`."""
+    once = config.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
+    look_for_model(lambda: _endpoint(once), config.url, config.model, "the endpoint")

@@ -181,6 +181,8 @@ def outcome_of(
             "prompt and completion exceed its context; shorten the prompt or lower sampling.max_tokens",
         )
     text = _content(config, choice)
+    if text is None and _object(choice.get("message"), "message").get("refusal"):
+        return Failure(request.key, "the model refuses to answer it")
     if tokenizer is None:
         _refuse(problem_with_text(text or "", request.params))
         return Completion(request.key, (), (), text or "", reason)
@@ -342,7 +344,7 @@ def _completion_length(config: OpenAIBackend, answer: Mapping[str, Any], choice:
 def usage_of(request: Request, answer: Mapping[str, Any], completion: Completion) -> tuple[int, int]:
     """Tokens of prompt and completion as the endpoint counts them, which may be more than come back; where it counts
     none, our own."""
-    prompt, given = (counted_tokens(answer, name) for name in ("prompt_tokens", "completion_tokens"))
+    prompt, given = counted_tokens(answer, "openai")
     return (
         len(request.prompt_token_ids) if prompt is None else prompt,
         len(completion.token_ids) if given is None else given,

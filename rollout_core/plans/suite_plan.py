@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollout_core.base.errors import Recoverable
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
 from rollout_core.config.evaluation import SuiteRows
 from rollout_core.config.lm_eval import LmEvalSuite
@@ -19,7 +18,6 @@ from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.suite_files import function_rows
 from rollout_core.inference.backend import cannot_score
 from rollout_core.inference.endpoint_model import try_endpoint_model
-from rollout_core.models.locating import Unchecked
 from rollout_core.plans.plan import context_limit
 
 if TYPE_CHECKING:
@@ -35,18 +33,11 @@ def check_answering(plan: LearnerPlan, config: EvalConfig) -> AnyBackend:
     if isinstance(config.model, EndpointModel):
         endpoint = config.model
         plan.facts["model"] = endpoint.uri
-        plan.check("model", lambda: _try_endpoint(endpoint))
+        plan.check("model", lambda: try_endpoint_model(endpoint))
         return endpoint
     plan.known_model("model", config.model)
     plan.backend("backend", config.backend)
     return config.backend
-
-
-def _try_endpoint(config: EndpointModel) -> None:
-    try:
-        try_endpoint_model(config)
-    except Recoverable as error:
-        raise Unchecked(str(error)) from error
 
 
 def check_suite(plan: LearnerPlan, suite: Suite | LmEvalSuite, backend: AnyBackend) -> Asked | None:

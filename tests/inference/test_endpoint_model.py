@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollout_core.config import EndpointModel, SamplingParams
+from rollout_core.data.samples import Failure
 from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.endpoint_model import EndpointEngine, endpoint_id
 from tests.support.answer_server import AnswerServer
@@ -41,3 +44,25 @@ def test_the_most_tokens_are_sent_under_the_key_that_the_model_wants():
 def test_the_key_of_the_most_tokens_enters_an_endpoints_identity_only_where_it_is_another_one():
     assert "max_tokens_key" not in endpoint().cache_identity()
     assert endpoint_id(endpoint(max_tokens_key="max_completion_tokens")) != endpoint_id(endpoint())
+
+
+def test_a_refusal_in_place_of_a_content_is_no_completion():
+    with AnswerServer({"one": "1"}) as server:
+        assert answers(endpoint(server.url), "one")["one"].text == "1"
+        server.refusal = "I cannot help with that."
+        refused = answers(endpoint(server.url), "one")["one"]
+    assert refused == Failure("one", "the model refuses to answer it")
+
+
+def test_tokens_of_a_cache_of_prompts_count_as_the_prompts():
+    with AnswerServer({"one": "1"}) as server:
+        server.usage = {"cache_creation_input_tokens": 40, "cache_read_input_tokens": 500}
+        assert answers(endpoint(server.url, api="anthropic"), "one")["one"].usage == (547, 3)
+
+
+@pytest.mark.parametrize("count", [None, -1, True, "7", 10**12])
+def test_usage_of_anthropics_form_that_cannot_be_is_not_believed(count: Any):
+    with AnswerServer({"one": "1"}) as server:
+        server.usage = {"input_tokens": count}
+        failed = answers(endpoint(server.url, api="anthropic"), "one")["one"]
+    assert failed == Failure("one", "the answer is malformed: its usage counts no tokens", passing=True)

@@ -335,6 +335,14 @@ def test_choices_at_an_endpoint_of_messages_are_refused_before_anything_is_asked
         }
 
 
+def test_a_model_that_an_endpoint_does_not_list_is_named_as_not_checked():
+    with AnswerServer() as server:
+        facts = plan(QUESTION, model={**ENDPOINT, "url": server.url, "model": "unwise"})
+        assert f"whether {server.url} serves 'unwise'; it lists wise" in facts["not checked"]
+        facts = plan(QUESTION, model={**ENDPOINT, "url": server.url})
+        assert "whether" not in facts.get("not checked", "")
+
+
 def test_an_endpoint_that_is_away_is_named_as_not_checked():
     facts = plan(QUESTION, model={**ENDPOINT, "url": "http://127.0.0.1:1/v1"})
     assert "the endpoint does not answer" in facts["not checked"]

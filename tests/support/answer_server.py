@@ -23,6 +23,10 @@ class AnswerServer:
 
     answers: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    usage: Mapping[str, int] = field(default_factory=dict)
+    """Further counts of each message of Anthropic's."""
+    refusal: str | None = None
+    """What each answer of a chat has in place of a content."""
     refused: frozenset[str] = frozenset()
     """Questions that are answered 400."""
     key: str | None = None
@@ -65,10 +69,11 @@ class AnswerServer:
             return _send(handler, 400, {"error": {"message": "that is not answered"}})
         text = self.answers[known]
         if handler.path == "/v1/messages":
-            usage = {"input_tokens": 7, "output_tokens": 3}
+            usage = {"input_tokens": 7, "output_tokens": 3, **self.usage}
             content = [{"type": "text", "text": text}]
             return _send(handler, 200, {"content": content, "stop_reason": "end_turn", "usage": usage})
-        told = {"text": text} if "prompt" in body else {"message": {"content": text}}
+        message = {"content": text if self.refusal is None else None, "refusal": self.refusal}
+        told = {"text": text} if "prompt" in body else {"message": message}
         usage = {"prompt_tokens": 7, "completion_tokens": 3}
         return _send(handler, 200, {"choices": [{**told, "finish_reason": "stop"}], "usage": usage})
 

@@ -17,17 +17,15 @@ from rollout_core.inference.endpoint import (
     MAX_BACKOFF_SECONDS,
     Endpoint,
     Malformed,
-    NotServed,
     Passing,
     Refused,
     Unpaid,
     counted_tokens,
-    look_once,
+    look_for_model,
 )
 from rollout_core.inference.endpoint_stream import EndpointStream
 from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.pace import Pace, shared_pace
-from rollout_core.models.locating import Unchecked
 from rollout_core.rewards.judges.questions import Question, judge_id
 from rollout_core.rewards.judges.spending import MARGIN, BudgetSpent, Charge, Metered, Spending
 
@@ -221,13 +219,7 @@ def body_of(judge: JudgeEndpoint, question: Question) -> dict[str, Any]:
 
 def _charge(judge: JudgeEndpoint, answer: Mapping[str, Any], most: Charge) -> Charge:
     """By the endpoint's count; all that was reserved, where it counts nothing that can be."""
-    is_anthropic = judge.api == "anthropic"
-    names = ("input_tokens", "output_tokens") if is_anthropic else ("prompt_tokens", "completion_tokens")
-    prompt, given = (counted_tokens(answer, name) for name in names)
-    if is_anthropic and prompt is not None:
-        # What a cache of prompts took or gave is counted apart.
-        cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
-        prompt += sum(counted_tokens(answer, name) or 0 for name in cached)
+    prompt, given = counted_tokens(answer, judge.api)
     return most if prompt is None or given is None else charged(judge, prompt, given)
 
 
@@ -255,23 +247,6 @@ def _outcome(judge: JudgeEndpoint, key: str, answer: Mapping[str, Any], charge: 
 
 
 def try_judge(judge: JudgeEndpoint) -> None:
-    """Look once whether the endpoint answers, takes the key, and lists the model.
-
-    Raises ConfigError where it never will answer; Unchecked where it does not now, or does not list the model: many
-    gateways have no list, or list only a part of what they serve.
-    """
-
-    async def look(endpoint: Endpoint) -> None:
-        unknown = f"whether {judge.url} serves {judge.model!r}"
-        try:
-            names = [str(model["id"]) for model in await endpoint.models()]
-        except Passing as error:
-            raise Unchecked(f"the judge does not answer: {error}") from error
-        except (NotServed, Refused, Malformed) as error:
-            raise Unchecked(f"{unknown}, as it lists no models: {error}") from error
-        if judge.model not in names:
-            listed = endpoint.fit_to_show(", ".join(sorted(names)) or "nothing")
-            raise Unchecked(f"{unknown}; it lists {listed}")
-
+    """Raises as `look_for_model`."""
     once = judge.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
-    look_once(lambda: _endpoint(once), look)
+    look_for_model(lambda: _endpoint(once), judge.url, judge.model, "the judge")
