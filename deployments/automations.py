@@ -59,11 +59,13 @@ _TEXT = (
     "rollout: {{ flow.name }} run '{{ flow_run.name }}' is {{ flow_run.state.name }} after {{ flow_run.run_count }} "
     "starts. {{ flow_run.state.message }}"
 )
-# `tojson` quotes the text, whatever a message holds. "text" is what Slack, Mattermost and Google Chat show.
+# `tojson` quotes the text, whatever a message holds; it fails on what is not there, such as the flow of a run that was
+# deleted meanwhile, and `string` makes that empty. "text" is what Slack, Mattermost and Google Chat show.
 _PAYLOAD = (
     "{% set text %}" + _TEXT + "{% endset %}"
-    '{"text": {{ text | string | tojson }}, "flow": {{ flow.name | tojson }}, "run": {{ flow_run.name | tojson }}, '
-    '"id": {{ flow_run.id | string | tojson }}, "state": {{ flow_run.state.name | tojson }}, '
+    '{"text": {{ text | string | tojson }}, "flow": {{ flow.name | string | tojson }}, '
+    '"run": {{ flow_run.name | string | tojson }}, '
+    '"id": {{ flow_run.id | string | tojson }}, "state": {{ flow_run.state.name | string | tojson }}, '
     '"url": {{ (flow_run | ui_url) | string | tojson }}}'
 )
 
