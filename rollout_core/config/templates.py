@@ -24,7 +24,8 @@ def _environment() -> Any:
 
 
 @lru_cache(maxsize=COMPILED)
-def _compiled(text: str) -> Any:
+def compiled(text: str) -> Any:
+    """The template, a ``jinja2.Template``. A variable without a value is an error where it is read."""
     return _environment().from_string(text)
 
 
@@ -32,7 +33,7 @@ def _is_template(text: str) -> str:
     import jinja2
 
     try:
-        _compiled(text)
+        compiled(text)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"is no Jinja template: {error.message} (line {error.lineno})") from None
     return text
@@ -68,6 +69,6 @@ def required_variables(template: str) -> frozenset[str]:
 def fill_in(template: str, values: Mapping[str, Any]) -> str:
     """The template with values. Raises ConfigError where it cannot be filled in with these."""
     try:
-        return _compiled(template).render(values)
+        return compiled(template).render(values)
     except Exception as error:  # noqa: BLE001 - whatever a template does with values
         raise ConfigError(f"the template cannot be filled in: {type(error).__name__}: {error}") from None

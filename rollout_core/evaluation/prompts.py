@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, UndefinedError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, UndefinedError
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.ids import content_id
 from rollout_core.config.evaluation import FewShot, SuitePrompt
+from rollout_core.config.templates import compiled, variables_of
 from rollout_core.data.datasets import PromptRow, TaskRow
-
-_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 Render = Callable[[Mapping[str, Any]], str]
 
@@ -75,7 +73,7 @@ def _answers(few_shot: FewShot | None) -> Render:
 
 def renderer(key: str, source: str) -> Render:
     """A function that fills in the template that stands under ``key``."""
-    template = _ENVIRONMENT.from_string(source)
+    template = compiled(source)
     return lambda row: _rendered(key, source, template, row)
 
 
@@ -83,8 +81,7 @@ def _rendered(key: str, source: str, template: Template, row: Mapping[str, Any])
     try:
         return template.render(row)
     except UndefinedError as error:
-        read = meta.find_undeclared_variables(_ENVIRONMENT.parse(source)) - _ENVIRONMENT.globals.keys()
-        missing = sorted(read - row.keys())
+        missing = sorted(variables_of(source) - row.keys())
         if missing:
             raise ConfigError(f"it has no {missing[0]!r}, which {key} reads; {near(missing[0], row)}") from None
         raise ConfigError(f"{key}: {error}") from None

@@ -12,6 +12,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import EndpointModel, OpenAIBackend
 from rollout_core.config.base import identity
 from rollout_core.data.samples import Completion, Failure, Outcome
+from rollout_core.inference import anthropic_wire
 from rollout_core.inference.backend import ModelRef, Request, problem_with_text
 from rollout_core.inference.endpoint import (
     Endpoint,
@@ -35,8 +36,6 @@ from rollout_core.inference.openai_wire import (
 from rollout_core.inference.pace import Pace, shared_pace
 from rollout_core.models.messages import openai_messages
 
-ANTHROPIC_VERSION = "2023-06-01"
-_ANTHROPIC_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}
 _CHARACTERS_OF_A_TOKEN = 4
 """About, of what a request is reckoned to take of a limit by the minute."""
 
@@ -103,15 +102,8 @@ def _openai_form(config: EndpointModel) -> OpenAIBackend | None:
 
 
 def _endpoint(config: EndpointModel, pace: Pace | None = None) -> Endpoint:
-    is_anthropic = config.api == "anthropic"
-    return Endpoint(
-        config,
-        table="model",
-        names="model.model",
-        headers={"anthropic-version": ANTHROPIC_VERSION} if is_anthropic else None,
-        key_header="x-api-key" if is_anthropic else None,
-        pace=pace,
-    )
+    access = anthropic_wire.ACCESS if config.api == "anthropic" else {}
+    return Endpoint(config, table="model", names="model.model", pace=pace, **access)
 
 
 def _most_tokens(request: Request) -> int:
@@ -122,7 +114,7 @@ def _most_tokens(request: Request) -> int:
 def path_of(config: EndpointModel) -> str:
     """Where requests are posted, below the endpoint's url."""
     form = _openai_form(config)
-    return "/messages" if form is None else openai_path(form)
+    return anthropic_wire.PATH if form is None else openai_path(form)
 
 
 def body_of(config: EndpointModel, request: Request) -> dict[str, Any]:
@@ -157,8 +149,7 @@ def _anthropic_body(config: EndpointModel, request: Request) -> dict[str, Any]:
 
 def _anthropic_outcome(request: Request, answer: Mapping[str, Any]) -> Outcome:
     try:
-        text = "".join(part["text"] for part in answer["content"] if part["type"] == "text")
-        reason = _ANTHROPIC_REASONS.get(answer["stop_reason"], answer["stop_reason"])
+        text, reason = anthropic_wire.read_message(answer)
     except (LookupError, TypeError) as error:
         raise Malformed(f"it has no text of a message ({type(error).__name__}: {error})") from None
     if problem := problem_with_text(text, request.params):

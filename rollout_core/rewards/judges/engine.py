@@ -12,6 +12,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.data.samples import Completion, Failure, Outcome
+from rollout_core.inference import anthropic_wire
 from rollout_core.inference.backend import TOKEN_CHARACTERS, Request
 from rollout_core.inference.endpoint import (
     MAX_BACKOFF_SECONDS,
@@ -29,7 +30,6 @@ from rollout_core.inference.pace import Pace, shared_pace
 from rollout_core.rewards.judges.questions import Question, judge_id
 from rollout_core.rewards.judges.spending import MARGIN, BudgetSpent, Charge, Metered, Spending
 
-ANTHROPIC_VERSION = "2023-06-01"
 MAX_ANSWER_BYTES = 2**20
 """Besides the tokens of an answer."""
 
@@ -184,20 +184,13 @@ def charged(judge: JudgeEndpoint, prompt_tokens: int, answer_tokens: int) -> Cha
 
 
 def _endpoint(judge: JudgeEndpoint, pace: Pace | None = None) -> Endpoint:
-    is_anthropic = judge.api == "anthropic"
-    return Endpoint(
-        judge,
-        table="reward.judges",
-        names="reward.judges.model",
-        headers={"anthropic-version": ANTHROPIC_VERSION} if is_anthropic else None,
-        key_header="x-api-key" if is_anthropic else None,
-        pace=pace,
-    )
+    access = anthropic_wire.ACCESS if judge.api == "anthropic" else {}
+    return Endpoint(judge, table="reward.judges", names="reward.judges.model", pace=pace, **access)
 
 
 def path_of(judge: JudgeEndpoint) -> str:
     """Where questions are posted, below the endpoint's url."""
-    return "/messages" if judge.api == "anthropic" else "/chat/completions"
+    return anthropic_wire.PATH if judge.api == "anthropic" else "/chat/completions"
 
 
 def body_of(judge: JudgeEndpoint, question: Question) -> dict[str, Any]:
@@ -227,10 +220,7 @@ def _outcome(judge: JudgeEndpoint, key: str, answer: Mapping[str, Any], charge: 
     """Raises Malformed where the answer is none."""
     try:
         if judge.api == "anthropic":
-            text = "".join(part["text"] for part in answer["content"] if part["type"] == "text")
-            reason = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}.get(
-                answer["stop_reason"], answer["stop_reason"]
-            )
+            text, reason = anthropic_wire.read_message(answer)
         else:
             [choice] = answer["choices"]
             text, reason = choice["message"].get("content") or "", choice.get("finish_reason")
