@@ -9,7 +9,7 @@ from typing import Any
 from flows.evaluate import PreparedSuite, evaluate_suite, prepare_suite
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, EvaluatedTraining, TrainConfig, TrainingSuite, VLLMBackend
-from rollout_core.evaluation.moments import SuiteWatch, suite_of, training_label
+from rollout_core.evaluation.moments import SuiteWatch, after_iteration, suite_of, training_label
 from rollout_core.evaluation.reports import SuiteReport
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import dry_run_remark, is_placeholder
@@ -65,7 +65,7 @@ class RunSuites:
         for suite in self._suites:
             if not suite.is_due(number, iterations):
                 continue
-            report = self._evaluate(suite, model, f"after iteration {number + 1}")
+            report = self._evaluate(suite, model, after_iteration(number + 1))
             if not is_placeholder(report.questions):
                 suite.watch.note(number + 1, report)
             elif suite.entry.watches:

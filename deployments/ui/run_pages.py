@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from deployments.ui.pages import Pages, link_of, number_of
 from rollout_core.base.errors import ConfigError, NotFound
-from rollout_core.evaluation.moments import LABEL as SUITE
+from rollout_core.evaluation.moments import LABEL as SUITE, in_order
 from rollout_core.runs.browsing import sample_lists
 from rollout_core.runs.evaluations import Evaluation, evaluations_of
 from rollout_core.runs.figures import REWARD, Curve, curves_of
@@ -146,6 +146,7 @@ class RunPages:
         others = [records.find(name) for name in list(dict.fromkeys(filter(None, given)))[: MOST_COMPARED - 1]]
         laid_over = [other.id for other in others if other.id != head.id]
         recent = records.heads(lambda other: other.flow == head.flow, limit=OFFERED)
+        suites = _by_suite(detail)
         return self._pages.show(
             "run.html",
             request,
@@ -162,7 +163,8 @@ class RunPages:
             stages=list(dict.fromkeys(call.stage for call in detail.calls)),
             config=json.dumps(detail.config, indent=2, ensure_ascii=False),
             lists=sample_lists(self._sources.objects, detail),
-            suites=_by_suite(detail),
+            suites=suites,
+            moments=in_order(suites.values()),
         )
 
     def curves(self, request: Request) -> Response:

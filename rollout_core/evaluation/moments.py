@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rollout_core.objects.addresses import with_whole_ids
 
 LABEL = "suite "
 """Begins the labels of the stages that evaluate a suite."""
+_ITERATION = "after iteration "
 START, LATEST = "before", "latest"
 """The moments at which a run evaluates the model that it starts from, and the one that is served."""
 
@@ -34,6 +36,26 @@ def suite_of(entry: TrainingSuite, base: Path, objects: ObjectStore | None) -> S
 def training_label(suite: str, moment: str) -> str:
     """Of the stages that evaluate a suite at a moment."""
     return f"{LABEL}{suite}, {moment}"
+
+
+def after_iteration(number: int) -> str:
+    """The moment after an iteration (from 1)."""
+    return f"{_ITERATION}{number}"
+
+
+def in_order(suites: Iterable[Iterable[str]]) -> list[str]:
+    """The moments of several suites, of each in order, as one: those of one suite alone come where they belong."""
+    found: list[str] = []
+    for moments in suites:
+        place = 0
+        for moment in moments:
+            if moment not in found:
+                found.insert(place, moment)
+            place = found.index(moment) + 1
+    # Of iterations, which come one after another, suites may have different ones.
+    iterations = [moment for moment in found if moment.startswith(_ITERATION)]
+    numbered = iter(sorted(iterations, key=lambda moment: (len(moment), moment)))
+    return [next(numbered) if moment.startswith(_ITERATION) else moment for moment in found]
 
 
 def moment_of(label: str, suite: str) -> str | None:
@@ -87,7 +109,7 @@ class SuiteWatch:
         if since < self._patience:
             return None
         return (
-            f"after iteration {self._found[-1].iteration}, as the last {since} evaluations brought no higher "
+            f"{after_iteration(self._found[-1].iteration)}, as the last {since} evaluations brought no higher "
             f"{self._named} than iteration {self.best.iteration} ({self.best.value:.4f})"
         )
 

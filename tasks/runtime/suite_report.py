@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from rollout_core.evaluation.moments import LATEST, change_of
+from rollout_core.evaluation.moments import LATEST, change_of, in_order
 from rollout_core.evaluation.reports import Metric, SuiteReport
 from rollout_core.objects import ObjectStore
 from tasks.runtime.report import Curve
@@ -72,7 +72,7 @@ def suites_section(reports: Reports, fell: Sequence[str], decided: Mapping[str, 
     """All figures of all suites by moment, what fell, and what they decided about training, as HTML."""
     if not reports:
         return ""
-    moments = list(dict.fromkeys(moment for by_moment in reports.values() for moment in by_moment))
+    moments = in_order(reports.values())
     head = "".join(f"<th>{html.escape(moment)}</th>" for moment in moments)
     rows = ""
     for name, by_moment in reports.items():

@@ -6,7 +6,7 @@ import pytest
 
 from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import hash_bytes
-from rollout_core.evaluation.moments import SuiteWatch, change_of, moment_of, training_label
+from rollout_core.evaluation.moments import SuiteWatch, change_of, in_order, moment_of, training_label
 from rollout_core.objects import ObjectStore
 from tests.evaluation.test_reports import report, suite_of
 
@@ -66,6 +66,16 @@ def test_another_metric_may_decide(objects: ObjectStore):
 def test_a_label_has_its_moment():
     assert moment_of(training_label("sums", "after SFT"), "sums") == "after SFT"
     assert moment_of("sums", "sums") is None and moment_of(training_label("sums-2", "before"), "sums") is None
+
+
+def test_moments_of_several_suites_are_one_order():
+    few = ["before", "after SFT", "after PPO", "latest"]
+    second = [*few[:2], "after iteration 2", "after iteration 10", *few[2:]]
+    third = [*few[:2], "after iteration 3", *few[2:]]
+    found = [*few[:2], *(f"after iteration {number}" for number in (2, 3, 10)), *few[2:]]
+    assert in_order([few, second, third]) == in_order([third, few, second]) == found
+    assert in_order([["after SFT", "before"], ["before", "after SFT"]]) == ["after SFT", "before"]
+    assert in_order([]) == []
 
 
 def test_a_change_is_paired_by_question_and_what_storage_lost_is_named_for_the_run_to_compute_again(
