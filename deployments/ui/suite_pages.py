@@ -11,7 +11,7 @@ from starlette.routing import Route
 from deployments.ui.pages import Pages, link_of, number_of
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.evaluation.reports import Flip, SuiteComparison, compare_reports
+from rollout_core.evaluation.reports import Flip, SuiteComparison, SuiteReport, compare_reports
 from rollout_core.runs.evaluations import EvaluatedModel, Evaluation, evaluated_models, find_evaluated, read_evaluations
 from rollout_core.runs.run_records import RunHead, RunRecords
 from rollout_core.runs.run_samples import shown_prompt
@@ -22,6 +22,8 @@ QUESTIONS = 20
 """Questions on a page of comparison."""
 RECORDS_KEPT = 2_000
 """Of runs, whose evaluations are kept in memory, some KiB each."""
+QUESTIONS_KEPT = 40_000
+"""Of comparisons, which are kept with prompts and answers for the next of their pages, some KiB each."""
 
 
 def routes(pages: Pages) -> list[Route]:
@@ -37,6 +39,8 @@ class SuitePages:
         self._pages, self._sources = pages, pages.sources
         self._known: dict[ContentId, Sequence[Evaluation]] = {}
         """By the details of runs' records."""
+        self._compared: dict[tuple[SuiteReport, SuiteReport], SuiteComparison] = {}
+        """The last ones, oldest first."""
 
     def table(self, request: Request) -> Response:
         """Models by suites, the one that was evaluated last first."""
@@ -70,7 +74,7 @@ class SuitePages:
             what = f"suite {suite!r:.40}" if suite else "no suite"
             raise ConfigError(f"{what} evaluated both {models[0].model[:12]} and {models[1].model[:12]}: choose others")
         sides = [model.evaluations[suite] for model in models]
-        compared = compare_reports(self._sources.objects, *(each.report for _, each in sides), every=True)
+        compared = self._compare(sides[0][1].report, sides[1][1].report)
         which, offset = query.get("show", "flipped"), number_of(query.get("offset"), 0)
         chosen = _chosen(compared, which)
         return self._pages.show(
@@ -88,6 +92,17 @@ class SuitePages:
             page=QUESTIONS,
             link=link_of(query, model=[model.model for model in models]),
         )
+
+    def _compare(self, before: SuiteReport, after: SuiteReport) -> SuiteComparison:
+        """As of `compare_reports`, which takes seconds for ten thousand questions."""
+        found = self._compared.pop((before, after), None)
+        if found is None:
+            found = compare_reports(self._sources.objects, before, after, every=True)
+        kept = [*self._compared.items(), ((before, after), found)]
+        while len(kept) > 1 and sum(len(each.questions) for _, each in kept) > QUESTIONS_KEPT:
+            kept.pop(0)
+        self._compared = dict(kept)  # not changed in place: threads answer side by side
+        return found
 
     def _models(self) -> list[EvaluatedModel]:
         return evaluated_models(self._sources.records, self._read)

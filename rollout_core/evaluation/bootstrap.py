@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,43 +50,77 @@ def paired_gain(
     names alone: neither the order of rows nor which side is which changes them. Raises ConfigError where the prompts of
     the two are not the same, or none has rewards.
     """
-    _refuse_different(before, after)
-    prompts = sorted(prompt for prompt in before if before[prompt] and after[prompt])
-    if not prompts:
-        raise ConfigError("no prompt has a score on both sides, so nothing can be compared; look at the reward")
-    means_before, means_after = ([_mean(side[prompt]) for prompt in prompts] for side in (before, after))
-    counts = None if weights is None else [weights[prompt] for prompt in prompts]
-    mean_before, mean_after = (_mean(means, counts) for means in (means_before, means_after))
-    is_tie = math.isclose(mean_before, mean_after, rel_tol=ROUNDING, abs_tol=ROUNDING)
-    differences_P = np.asarray(means_after) - np.asarray(means_before)
-    seed = seed_of(content_id("paired-bootstrap/1", prompts))
-    lower, upper = _interval(differences_P, None if counts is None else np.asarray(counts, float), confidence, seed)
-    return PairedGain(
-        num_prompts=len(prompts),
-        mean_before=mean_before,
-        mean_after=mean_after,
-        gain=0.0 if is_tie else mean_after - mean_before,
-        lower=lower,
-        upper=upper,
-    )
+    return paired_gains({"": Sides(before, after, weights)}, confidence=confidence)[""]
 
 
-def _interval(
-    differences_P: np.ndarray, weights_P: np.ndarray | None, confidence: float, seed: int
-) -> tuple[float, float]:
-    count = len(differences_P)
+class Sides(NamedTuple):
+    """What `paired_gain` takes."""
+
+    before: Mapping[str, Sequence[float]]
+    after: Mapping[str, Sequence[float]]
+    weights: Mapping[str, float] | None = None
+
+
+def paired_gains(sides: Mapping[str, Sides], *, confidence: float) -> dict[str, PairedGain]:
+    """What `paired_gain` comes to, by metric. Metrics of the same prompts share the draws, which take most of the
+    time."""
+    pairs = {name: _Paired.of(*each) for name, each in sides.items()}
+    intervals: dict[str, tuple[float, float]] = {}
+    for prompts in dict.fromkeys(pair.prompts for pair in pairs.values()):
+        same = {name: pair for name, pair in pairs.items() if pair.prompts == prompts}
+        seed = seed_of(content_id("paired-bootstrap/1", list(prompts)))
+        intervals |= zip(same, _intervals(list(same.values()), confidence, seed), strict=True)
+    return {name: pair.gain(*intervals[name]) for name, pair in pairs.items()}
+
+
+@dataclass(frozen=True)
+class _Paired:
+    """Mean rewards of the P prompts that have some on both sides."""
+
+    prompts: tuple[str, ...]
+    before: Sequence[float]
+    after: Sequence[float]
+    weights: Sequence[float] | None
+
+    @classmethod
+    def of(
+        cls,
+        before: Mapping[str, Sequence[float]],
+        after: Mapping[str, Sequence[float]],
+        weights: Mapping[str, float] | None,
+    ) -> _Paired:
+        _refuse_different(before, after)
+        prompts = sorted(prompt for prompt in before if before[prompt] and after[prompt])
+        if not prompts:
+            raise ConfigError("no prompt has a score on both sides, so nothing can be compared; look at the reward")
+        means_before, means_after = ([_mean(side[prompt]) for prompt in prompts] for side in (before, after))
+        counts = None if weights is None else [weights[prompt] for prompt in prompts]
+        return cls(tuple(prompts), means_before, means_after, counts)
+
+    def gain(self, lower: float, upper: float) -> PairedGain:
+        mean_before, mean_after = (_mean(means, self.weights) for means in (self.before, self.after))
+        is_tie = math.isclose(mean_before, mean_after, rel_tol=ROUNDING, abs_tol=ROUNDING)
+        gain = 0.0 if is_tie else mean_after - mean_before
+        return PairedGain(len(self.prompts), mean_before, mean_after, gain, lower, upper)
+
+
+def _intervals(pairs: Sequence[_Paired], confidence: float, seed: int) -> list[tuple[float, float]]:
+    """Of pairs of the same prompts."""
+    count = len(pairs[0].prompts)
+    differences_NP = [np.asarray(pair.after) - np.asarray(pair.before) for pair in pairs]
+    weights_NP = [None if pair.weights is None else np.asarray(pair.weights, float) for pair in pairs]
     # Not numpy's Generator: its numbers may change with numpy's version, and a decision must not.
     random = np.random.RandomState(seed)
-    means = np.concatenate(
-        [
-            _means(differences_P, weights_P, random.randint(0, count, size=(size, count)))
-            for size in _sizes(NUM_RESAMPLES, max(1, _DRAWN_AT_ONCE // count))
-        ]
-    )
-    ends = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    means: list[list[np.ndarray]] = [[] for _ in pairs]
+    for size in _sizes(NUM_RESAMPLES, max(1, _DRAWN_AT_ONCE // count)):
+        drawn_SP = random.randint(0, count, size=(size, count))
+        for found, differences_P, weights_P in zip(means, differences_NP, weights_NP, strict=True):
+            found.append(_means(differences_P, weights_P, drawn_SP))
+    quantiles = [(1 - confidence) / 2, (1 + confidence) / 2]
+    ends = [np.quantile(np.concatenate(found), quantiles) for found in means]
     # No mean is beyond what it is the mean of, but for rounding.
-    lower, upper = np.clip(ends, differences_P.min(), differences_P.max())
-    return float(lower), float(upper)
+    clipped = [np.clip(each, of.min(), of.max()) for each, of in zip(ends, differences_NP, strict=True)]
+    return [(float(lower), float(upper)) for lower, upper in clipped]
 
 
 def _means(differences_P: np.ndarray, weights_P: np.ndarray | None, drawn_SP: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.evaluation import INSTRUCTION_METRIC, ChoiceScorer, Suite
 from rollout_core.config.verifiers import InstructionsReward
 from rollout_core.data.samples import Sample, decode_completions_blob, decode_samples
-from rollout_core.evaluation.bootstrap import PairedGain, paired_gain
+from rollout_core.evaluation.bootstrap import PairedGain, Sides, paired_gains
 from rollout_core.evaluation.metrics import (
     Metric,
     Question,
@@ -273,12 +273,12 @@ def compare_reports(
         common = [name for name in sides[0].number_of if name in sides[1].number_of]
         if not common:
             raise ConfigError(f"no question of suite {before.suite} was put to both models; evaluate both by the same")
-        gains = {}
+        paired: dict[str, Sides] = {}
         for name in [metric.name for metric in after.metrics if metric.name in sides[0].values]:
             values = [side.by_question(name, common) for side in sides]
             if any(values[0][question] and values[1][question] for question in common):
-                weights = sides[1].weights_of(name, common)
-                gains[name] = paired_gain(values[0], values[1], confidence=confidence, weights=weights)
+                paired[name] = Sides(values[0], values[1], sides[1].weights_of(name, common))
+        gains = paired_gains(paired, confidence=confidence)
         asked = _questions(objects, (before, after), sides, common, every=every)
     except MissingObject as error:
         raise NotFound(

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from deployments.ui import model_pages
+from deployments.ui import model_pages, suite_pages
 from deployments.ui.auth import guarded
 from deployments.ui.mounted import PAGES as MOUNTED_PAGES
 from deployments.ui.pages import Sources
@@ -36,6 +36,7 @@ from rollout_core.objects.retention.run_leases import lease
 from rollout_core.objects.retention.unstored import hold_model, put_model
 from rollout_core.objects.trees import TreeFile, TreeManifest
 from rollout_core.promotion.history import Change, change_latest
+from rollout_core.runs.evaluations import evaluations_of
 from rollout_core.runs.run_records import Live, MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
 from rollout_core.runs.run_samples import sample_sets
 from rollout_core.store import InMemoryLightningStore, SqlLightningStore
@@ -373,6 +374,30 @@ def test_models_are_shown_by_suites_and_compared_question_by_question(client: Te
     ):
         answer = client.get(path)
         assert (answer.status_code, text in answer.text) == (status, True), answer.text
+
+
+def test_further_pages_of_a_comparison_are_not_computed_again(client: TestClient, filled: ObjectStore) -> None:
+    compared = f"/suites/compare?model={ONE}&model={OTHER}"
+    first, swapped = client.get(compared).text, f"/suites/compare?model={OTHER}&model={ONE}"
+    records = RunRecords(filled)
+    _, detail = records.detail(records.find(SECOND))
+    for each in evaluations_of(detail):
+        filled.delete(each.report.questions)
+    assert client.get(compared).text == first and client.get(f"{compared}&show=lost").status_code == 200
+    assert client.get(swapped).status_code == 404, "another comparison reads what is gone"
+
+
+def test_no_more_questions_are_kept_than_there_is_room_for(
+    client: TestClient, filled: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_pages, "QUESTIONS_KEPT", 7)
+    pages = [f"/suites/compare?model={one}&model={other}" for one, other in ((ONE, OTHER), (OTHER, ONE))]
+    assert [client.get(page).status_code for page in pages] == [200, 200]
+    records = RunRecords(filled)
+    _, detail = records.detail(records.find(SECOND))
+    for each in evaluations_of(detail):
+        filled.delete(each.report.questions)
+    assert [client.get(page).status_code for page in reversed(pages)] == [200, 404]
 
 
 def test_a_run_shows_its_suites_beside_the_held_out_reward(client: TestClient) -> None:

@@ -18,7 +18,7 @@ from rollout_core.config import (
     PromotionConfig,
     parse_config,
 )
-from rollout_core.evaluation.bootstrap import paired_gain
+from rollout_core.evaluation.bootstrap import Sides, paired_gain, paired_gains
 from rollout_core.objects import ObjectStore
 from rollout_core.promotion.evidence import Evidence, compare, rewards_by_prompt
 from rollout_core.promotion.guards import GuardFinding
@@ -80,6 +80,28 @@ def test_the_interval_is_that_of_all_resamples_there_are():
             error = 4 * math.sqrt(share * (1 - share) / 10_000)
             low, high = np.quantile(means, [max(0, share - error), min(1, share + error)])
             assert low <= end <= high
+
+
+def test_metrics_that_share_draws_have_the_intervals_of_each_alone():
+    names = [f"q{place}" for place in range(60)]
+    draw = np.random.default_rng(7)
+
+    def side(names: list[str]) -> dict[str, list[float]]:
+        return {name: list(draw.normal(size=2)) for name in names}
+
+    fewer = {**side(names), "q3": [], "q9": []}
+    weights = dict(zip(names, draw.random(60), strict=True))
+    sides = {
+        "plain": Sides(side(names), side(names)),
+        "other": Sides(side(names), side(names)),
+        "weighted": Sides(side(names), side(names), weights),
+        "fewer": Sides(fewer, side(names)),
+    }
+    alone = {
+        name: paired_gain(before, after, confidence=0.9, weights=of) for name, (before, after, of) in sides.items()
+    }
+    assert paired_gains(sides, confidence=0.9) == alone and paired_gains({}, confidence=0.9) == {}
+    assert alone["fewer"].num_prompts == 58
 
 
 def test_the_interval_is_that_of_scipy():
