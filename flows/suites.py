@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.evaluate import PreparedSuite, evaluate_suite, prepare_suite
+from flows.suite_kinds import PreparedSuite, prepare_suite
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, EvaluatedTraining, TrainConfig, TrainingSuite, VLLMBackend
+from rollout_core.evaluation.lm_eval_tasks import lower_is_better
 from rollout_core.evaluation.moments import SuiteWatch, after_iteration, suite_of, training_label
 from rollout_core.evaluation.reports import SuiteReport
 from tasks.runtime.connections import objects, working_folder
@@ -17,8 +18,9 @@ from tasks.runtime.dry_run import dry_run_remark, is_placeholder
 
 @dataclass(frozen=True)
 class _Suite:
+    name: str
     entry: TrainingSuite
-    asked: PreparedSuite
+    prepared: PreparedSuite
     watch: SuiteWatch
     reports: dict[str, SuiteReport]
     """By moment, in order."""
@@ -26,12 +28,8 @@ class _Suite:
     @classmethod
     def of(cls, entry: TrainingSuite) -> _Suite:
         suite = suite_of(entry, working_folder(), objects())
-        asked = prepare_suite(suite, training_label(suite.name, "questions"))
-        return cls(entry, asked, SuiteWatch(entry.metric, entry.patience), {})
-
-    @property
-    def name(self) -> str:
-        return self.asked.suite.name
+        prepared = prepare_suite(suite, training_label(suite.name, "questions"))
+        return cls(suite.name, entry, prepared, SuiteWatch(entry.metric, entry.patience), {})
 
     def is_due(self, number: int, iterations: int) -> bool:
         """After iteration ``number`` (from 0). What the last one ends with is evaluated as the run's outcome, unless
@@ -67,7 +65,7 @@ class RunSuites:
                 continue
             report = self._evaluate(suite, model, after_iteration(number + 1))
             if not is_placeholder(report.questions):
-                suite.watch.note(number + 1, report)
+                suite.watch.note(number + 1, report, lower_is_better(objects(), report))
             elif suite.entry.watches:
                 dry_run_remark(
                     f"which iteration suite {suite.name} ends or selects shows when it runs; all are counted"
@@ -92,7 +90,7 @@ class RunSuites:
 
     def _evaluate(self, suite: _Suite, model: ContentId, moment: str) -> SuiteReport:
         label = training_label(suite.name, moment)
-        suite.reports[moment] = evaluate_suite(suite.asked, model, self._backend, label)
+        suite.reports[moment] = suite.prepared.evaluate(model, self._backend, label)
         return suite.reports[moment]
 
 

@@ -47,6 +47,7 @@ _BESIDE = {
     "own_loss": "learning",
     "experience": "on_policy",
     "lm_eval": "evaluation",
+    "training_suites": "evaluation",
     "verifiers": "rewards",
     "judges": "rewards",
 }

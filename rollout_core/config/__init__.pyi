@@ -44,8 +44,6 @@ from .evaluation import (
     FunctionRows as FunctionRows,
     Suite as Suite,
     SuitePrompt as SuitePrompt,
-    SuitesConfig as SuitesConfig,
-    TrainingSuite as TrainingSuite,
 )
 from .experience import (
     DynamicSampling as DynamicSampling,
@@ -164,3 +162,4 @@ from .runs import (
     TrainRMConfig as TrainRMConfig,
     TrainSFTConfig as TrainSFTConfig,
 )
+from .training_suites import SuitesConfig as SuitesConfig, TrainingSuite as TrainingSuite

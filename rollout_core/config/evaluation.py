@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config.base import Address, DatasetSource, Settings, identity
+from rollout_core.config.base import DatasetSource, Settings, identity
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.rewards import ExactMatchReward, FunctionName, RewardSpec
 from rollout_core.config.templates import JinjaTemplate
@@ -238,73 +236,3 @@ class Suite(Settings):
                 "give a temperature, or leave out samples"
             )
         return self
-
-
-def refuse_unfit(given: Any) -> Any:
-    """Raises ConfigError for what names no suite, and for the table of one that runs that train do not evaluate."""
-    if given == "":
-        raise ConfigError("got an empty text; expected a suite's name, its file or its table")
-    if isinstance(given, Mapping) and given.get("kind") == "lm_eval":
-        raise ConfigError(
-            f"suite {given.get('name')} is of kind lm_eval, which `rollout eval run` evaluates; suites in training "
-            "have rows of their own"
-        )
-    return given
-
-
-def _form_of(given: Any) -> str:
-    return "file" if isinstance(given, str) else "table"
-
-
-class TrainingSuite(Settings):
-    """A suite by which a run evaluates the models that it trains, the one that it starts from first."""
-
-    suite: Annotated[
-        Annotated[Address, Tag("file")] | Annotated[Suite, Tag("table")],
-        Discriminator(_form_of),
-        BeforeValidator(refuse_unfit),
-    ]
-    """The suite's name, its file, or its table."""
-    every: int | None = Field(default=None, ge=1)
-    """Iterations on policy from one evaluation to the next. Default: only before and after each phase."""
-    select: Literal["last", "best"] = "last"
-    """Which iteration's model is the result: the last one's, or that of the evaluation with the highest ``metric``, the
-    first of several. Its training state stays with ``run.keep_states = "all"``."""
-    patience: int | None = Field(default=None, ge=1)
-    """Training ends after so many evaluations in a row without a new highest ``metric``."""
-    metric: str | None = None
-    """One of the suite's, for ``select`` and ``patience``. Default: the first that counts right answers, else the
-    first."""
-
-    @model_validator(mode="after")
-    def _several_evaluations(self) -> TrainingSuite:
-        if self.every is None and self.watches:
-            asked = f"patience = {self.patience}" if self.select == "last" else 'select = "best"'
-            raise ValueError(f"{asked} compares evaluations between iterations, and there are none; set every")
-        if self.metric is not None and not self.watches:
-            raise ValueError('metric is for select = "best" and patience; leave it out')
-        return self
-
-    @property
-    def watches(self) -> bool:
-        """Whether its figures decide about training."""
-        return self.select == "best" or self.patience is not None
-
-
-class SuitesConfig(Settings):
-    """How models are evaluated while a run trains."""
-
-    suites: tuple[TrainingSuite, ...] = ()
-    """Suites that they answer, each a table `[[evaluation.suites]]`. No update is computed otherwise for them."""
-
-    @model_validator(mode="after")
-    def _one_selects(self) -> SuitesConfig:
-        if len([entry for entry in self.suites if entry.select == "best"]) > 1:
-            raise ValueError('several suites have select = "best"; leave it with one of them')
-        return self
-
-    def refuse_every(self, why: str) -> None:
-        """Raise ValueError where a suite is to be evaluated between iterations."""
-        for place, entry in enumerate(self.suites):
-            if entry.every is not None:
-                raise ValueError(f"evaluation.suites.{place}.every is {entry.every}, and {why}; leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -70,16 +70,22 @@ class KLGuard(Settings):
 class SuiteGuard(Settings):
     """`kind = "suite"`: a suite of `[[evaluation.suites]]` that the model must go on doing well at."""
 
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"min_questions"})
+
     kind: Literal["suite"]
     name: str
     """The suite's name."""
     metric: str | None = None
     """One of the suite's metrics. Default: the first that counts right answers, else the first."""
     max_drop: float = Field(default=0.0, ge=0)
-    """Amount by which it may fall: the mean over the questions of both models, paired by question."""
+    """Amount by which it may fall, or rise where less is better: the mean over the questions of both models, paired by
+    question."""
     confidence: float = Field(default=0.0, ge=0, lt=1)
     """Such as 0.95: the lower end of this bootstrap interval of the gain, paired by question, may not be below
     ``-max_drop`` either. 0: not asked for."""
+    min_questions: int | None = Field(default=None, ge=1)
+    """Questions that must have the metric in both models; of fewer no drop could be told. Default: half of those that
+    should have it."""
 
 
 Guard = LengthGuard | FinishGuard | RewardGuard | PromptsGuard | KLGuard | SuiteGuard

@@ -20,7 +20,6 @@ from rollout_core.config.base import (
     StageTimeouts,
     identity,
 )
-from rollout_core.config.evaluation import SuitesConfig, TrainingSuite
 from rollout_core.config.inference import (
     BackendConfig,
     EndpointModel,
@@ -54,6 +53,7 @@ from rollout_core.config.on_policy import (
 )
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
+from rollout_core.config.training_suites import SuitesConfig, TrainingSuite
 from rollout_core.config.variants import reading
 
 AlgorithmT = TypeVar("AlgorithmT", bound=LearnerSettings)

@@ -60,7 +60,8 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     try:
         found = evaluator.evaluate(ledger, loaded, log_samples=True, **chosen)
     except _AllAsked:
-        return {"version": version("lm_eval"), "requests": ledger.requests, "source": source}
+        about = {"metrics": _metrics(loaded), "groups": _groups(loaded)}
+        return {"version": version("lm_eval"), "requests": ledger.requests, "source": source, **about}
     except ConfigError:
         raise
     except Exception as error:  # whatever a task's own code raises
@@ -103,6 +104,31 @@ def _loaded(given: dict[str, Any]) -> Any:
             task.set_config(key="num_fewshot", value=given["num_fewshot"] or 0)
         task.set_fewshot_seed(seed=given["fewshot_random_seed"])
     return loaded
+
+
+def _metrics(loaded: Any) -> dict[str, list[str]]:
+    """Of tasks: the metrics with their filters, as in results."""
+    return {
+        name: [f"{metric},{each.name}" for metric in task.higher_is_better() for each in task._filters]
+        for name, task in loaded["tasks"].items()
+    }
+
+
+def _groups(loaded: Any) -> dict[str, list[dict[str, Any]]]:
+    """Of groups: the metrics with their filters, the tasks whose figures each is the mean of, and whether tasks weigh
+    by their questions."""
+    metrics, found = _metrics(loaded), {}
+    for name, group in loaded["groups"].items():
+        tasks = [task.task_name for task in group.get_all_tasks()]
+        found[name] = [
+            {"metric": metric, "tasks": of, "by_size": entry.weight_by_size}
+            for entry in group.aggregate_metric_list or ()
+            for metric in dict.fromkeys(metric for task in tasks for metric in metrics[task])
+            if metric.rpartition(",")[0] == entry.metric
+            and (entry.filter_list is None or metric.rpartition(",")[2] in entry.filter_list)
+            and (of := [task for task in tasks if metric in metrics[task]])
+        ]
+    return found
 
 
 def _source(loaded: Any) -> str:

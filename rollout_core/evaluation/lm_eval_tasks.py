@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.isolation.child import Child, Ended, KeptChild
 from rollout_core.base.processes import Limits
 from rollout_core.config import SamplingParams
+from rollout_core.config.base import identity
 from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.data.continuations import SCORING, Continued, Loglikelihood
 from rollout_core.data.datasets import PromptRow, to_jsonl
@@ -65,6 +67,17 @@ class Drawing(NamedTuple):
     """Continuations of the prompts are scored, and nothing is generated."""
 
 
+class GroupMetric(NamedTuple):
+    """A figure of a group of tasks, which is the mean of theirs."""
+
+    group: str
+    metric: str
+    """With its filter, as lm_eval has it."""
+    tasks: tuple[str, ...]
+    by_size: bool
+    """Tasks weigh by their numbers of questions, so that each question counts the same."""
+
+
 class LmEvalRequests(Record):
     """What tasks ask."""
 
@@ -75,6 +88,12 @@ class LmEvalRequests(Record):
     """Of lm_eval."""
     source: ContentId
     """Of what defines the tasks: their settings, and the code that they name."""
+    groups: tuple[GroupMetric, ...] = ()
+
+    def cache_identity(self) -> Any:
+        """Groups count where there are some; reports of tasks alone have the keys that they had without this field."""
+        named = [name for name in type(self).model_fields if name != "groups" or self.groups]
+        return {name: identity(getattr(self, name)) for name in named}
 
     def references(self) -> Iterator[tuple[Literal["blob", "tree", "snapshot"], ContentId]]:
         yield from super().references()
@@ -100,6 +119,14 @@ class Asked:
     drawings: Sequence[Drawn]
     version: str
     source: ContentId
+    groups: tuple[GroupMetric, ...]
+    metrics: Sequence[str]
+    """Names of the metrics that groups and tasks have, as reports name them."""
+
+    @property
+    def num_questions(self) -> int:
+        """Each of which has one or several requests."""
+        return len({(request["task"], request["doc"]) for request in self.requests})
 
     def filed(self, objects: ObjectStore) -> LmEvalRequests:
         """File them."""
@@ -108,7 +135,8 @@ class Asked:
             for drawn in self.drawings
         ]
         requests = objects.put_json(self.requests)
-        return LmEvalRequests(requests=requests, asked=tuple(asked), version=self.version, source=self.source)
+        about = {"version": self.version, "source": self.source, "groups": self.groups}
+        return LmEvalRequests(requests=requests, asked=tuple(asked), **about)
 
 
 def ask_tasks(suite: LmEvalSuite, base: Path) -> Asked:
@@ -126,7 +154,12 @@ def ask_tasks(suite: LmEvalSuite, base: Path) -> Asked:
         if request["drawing"] == len(drawings):
             drawings.append(Drawn([], *how))
         drawings[request["drawing"]].rows.append(_prompt_row(request, is_chat=suite.apply_chat_template))
-    return Asked(found["requests"], drawings, found["version"], _source_of(found))
+    groups = tuple(GroupMetric(name, **each) for name, own in found["groups"].items() for each in own)
+    entries = {**found["groups"], **found["metrics"]}
+    named = [*((group.group, group.metric) for group in groups)]
+    named += [(task, metric) for task, own in found["metrics"].items() for metric in own]
+    metrics = [_label(entry, metric, entries) for entry, metric in named]
+    return Asked(found["requests"], drawings, found["version"], _source_of(found), groups, metrics)
 
 
 def _call(suite: LmEvalSuite, base: Path, **more: Any) -> dict[str, Any]:
@@ -224,6 +257,7 @@ def report(
     higher = came_to["found"].get("higher_is_better", {})
     right = [_right_share(question["values"], higher.get(question["task"], {})) for question in questions]
     by_question = {(question["task"], question["doc"]): share for question, share in zip(questions, right, strict=True)}
+    grouped = dict(_grouped(asked.groups, questions, found))
     flat = [place for places in order for place in places]
     asking = [
         (request["task"], request["doc"]) for request, places in zip(requests, order, strict=True) for _ in places
@@ -231,11 +265,13 @@ def report(
     shown = _shown(asking, [_likelihood(answered[drawing][place]) for drawing, place in flat])
     filed = {
         "ids": [f"{question['task']}/{question['doc']}" for question in questions],
-        "values": {**_values(questions, found), RIGHT_SHARE: right},
+        "values": {**_values(questions, found), **{name: of for name, (of, _) in grouped.items()}, RIGHT_SHARE: right},
         "places": [shown[question["task"], question["doc"]] for question in questions],
         "lm_eval": came_to["found"],
     }
-    metrics = tuple(_metrics(found, filed["values"]))
+    if weights := {name: each for name, (_, each) in grouped.items() if each is not None}:
+        filed["weights"] = weights
+    metrics = tuple(_metrics(_groups_first(found, asked.groups), filed["values"]))
     if not metrics:
         raise ConfigError(
             f"suite {suite.name}: no metric of its tasks came to a number; look at their metric_list, and at limit"
@@ -301,10 +337,22 @@ def _right_share(values: Mapping[str, float], higher: Mapping[str, bool | None])
     return first if first is not None and 0 <= first <= 1 else None
 
 
-def _label(entry: str, metric: str, results: Mapping[str, Any]) -> str:
-    """Of a metric, which lm_eval names with its filter."""
+def lower_is_better(objects: ObjectStore, report: SuiteReport) -> frozenset[str]:
+    """The metrics of a report of which less is better, as tasks of lm_eval say; of other suites there are none."""
+    found = objects.get_json(report.questions).get("lm_eval", {})
+    results, higher = found.get("results", {}), found.get("higher_is_better", {})
+    return frozenset(
+        _label(entry, name, results)
+        for entry, figures in results.items()
+        for name in figures
+        if higher.get(entry, {}).get(name.partition(",")[0]) is False
+    )
+
+
+def _label(entry: str, metric: str, entries: Collection[str]) -> str:
+    """Of a metric of a task or a group, one of ``entries``; lm_eval names it with its filter."""
     name = metric.removesuffix(",none")
-    return name if len(results) == 1 else f"{entry}/{name}"
+    return name if len(entries) == 1 else f"{entry}/{name}"
 
 
 def _values(questions: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict[str, list[float | None]]:
@@ -314,6 +362,23 @@ def _values(questions: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) 
         for metric, value in question["values"].items():
             found.setdefault(_label(question["task"], metric, results), [None] * len(questions))[number] = value
     return found
+
+
+def _grouped(
+    groups: Sequence[GroupMetric], questions: Sequence[Mapping[str, Any]], results: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[list[float | None], list[float] | None]]]:
+    """By metric of a group, the values of its tasks' questions, and their weights where tasks count alike."""
+    for group, metric, tasks, by_size in groups:
+        of = [question["values"].get(metric) if question["task"] in tasks else None for question in questions]
+        sizes = Counter(question["task"] for question, value in zip(questions, of, strict=True) if value is not None)
+        weights = None if by_size else [1 / max(1, sizes[question["task"]]) for question in questions]
+        yield _label(group, metric, results), (of, weights)
+
+
+def _groups_first(results: Mapping[str, Any], groups: Sequence[GroupMetric]) -> dict[str, Any]:
+    """A group stands for its tasks, and the outer one, which lm_eval has last, for those within it."""
+    outer = [entry for entry in reversed(list(results)) if entry in {group.group for group in groups}]
+    return {entry: results[entry] for entry in (*outer, *results)}
 
 
 def _metrics(results: Mapping[str, Any], values: Mapping[str, Sequence[float | None]]) -> Iterator[Metric]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
@@ -26,6 +28,8 @@ from rollout_core.objects.records import BlobId, Completions, Record, Scores
 from rollout_core.rewards.votes import read_answers
 
 CONFIDENCE = 0.95
+SAME = 1e-6
+"""Figures that differ by less are the same, whatever precision they were computed in."""
 RIGHT_SHARE = "accuracy"
 """The metric by whose value a question counts as right: at least half of its answers are."""
 
@@ -71,8 +75,20 @@ class SuiteReport(Record):
         return next((metric for metric in self.metrics if metric.name != "mean"), self.metrics[0])
 
     def figure(self, name: str | None) -> Metric:
-        """The one of that name, or `headline`."""
-        return next((metric for metric in self.metrics if metric.name == name), self.headline)
+        """The one of that name, by default `headline`. Raises ConfigError where there is none of that name."""
+        if name is None:
+            return self.headline
+        found = next((metric for metric in self.metrics if metric.name == name), None)
+        if found is None:
+            known = ", ".join(metric.name for metric in self.metrics)
+            raise ConfigError(f"suite {self.suite} came to no metric {name!r}; expected one of {known}")
+        return found
+
+    def num_asked(self, name: str) -> int:
+        """Questions that should have the metric: all of them, or, where no answer lacks a score, those that have it,
+        as each task of a suite has metrics of its own."""
+        lacks = self.num_abstained + self.num_score_failed + self.num_failed
+        return self.num_questions if lacks else self.figure(name).num_questions
 
 
 def suite_id_of(suite: Suite, prompts: ContentId, source: ContentId | None) -> ContentId:
@@ -238,7 +254,8 @@ class SuiteComparison:
 
     suite: str
     gains: Mapping[str, PairedGain]
-    """By metric of the second report, what its model gains over the first; without those that no question has twice."""
+    """By metric of the second report, what its model gains over the first; without those that no question has twice
+    and those that are no mean of what questions have."""
     lost: tuple[Flip, ...]
     """Questions that the first model has right and the second has not, in order."""
     gained: tuple[Flip, ...]
@@ -274,7 +291,8 @@ def compare_reports(
         if not common:
             raise ConfigError(f"no question of suite {before.suite} was put to both models; evaluate both by the same")
         paired: dict[str, Sides] = {}
-        for name in [metric.name for metric in after.metrics if metric.name in sides[0].values]:
+        means = [metric for metric in after.metrics if metric.name in sides[0].values and sides[1].is_mean(metric)]
+        for name in [metric.name for metric in means]:
             values = [side.by_question(name, common) for side in sides]
             if any(values[0][question] and values[1][question] for question in common):
                 paired[name] = Sides(values[0], values[1], sides[1].weights_of(name, common))
@@ -329,6 +347,15 @@ class _Side:
         """Values of the metric, none of a question without."""
         values = ((name, self.values[metric][self.number_of[name]]) for name in names)
         return {name: [] if value is None else [value] for name, value in values}
+
+    def is_mean(self, metric: Metric) -> bool:
+        """Whether the figure is the mean of what questions have. Tasks of lm_eval have others, such as a perplexity,
+        whose questions have log-likelihoods."""
+        values, weights = self.values.get(metric.name, ()), self.weights.get(metric.name) or repeat(1.0)
+        known = [(value, weight) for value, weight in zip(values, weights) if value is not None]  # noqa: B905
+        total = math.fsum(weight for _, weight in known)
+        mean = math.fsum(value * weight for value, weight in known) / total if total else math.nan
+        return math.isclose(mean, metric.value, rel_tol=SAME, abs_tol=SAME)
 
     def weights_of(self, metric: str, names: Sequence[str]) -> dict[str, float] | None:
         """Of the questions, where they do not count alike."""

@@ -35,7 +35,6 @@ from rollout_core.config import (
     ScriptedBackend,
     SequenceConfig,
     SFTSettings,
-    Suite,
     TrainConfig,
     TrainingSuite,
 )
@@ -412,29 +411,27 @@ class LearnerPlan(Plan):
         self.prompts(key, rows, context_limit(backend), settings.sampling)
         self.answers(key, rows, guard.reward or reward)
 
-    def suites(self, entries: Sequence[TrainingSuite], backend: BackendConfig) -> dict[str, tuple[Suite, Asked | None]]:
-        """The suites by which the run evaluates its models can be put to them; by name, with what `check_suite`
-        returns."""
-        found: dict[str, tuple[Suite, Asked | None]] = {}
+    def suites(self, entries: Sequence[TrainingSuite], backend: BackendConfig) -> dict[str, Asked | None]:
+        """The suites by which the run evaluates its models can be put to them; by name, what `check_suite` returns."""
+        found: dict[str, Asked | None] = {}
         for place, entry in enumerate(entries):
             key = f"evaluation.suites.{place}"
             suite = self.check(f"{key}.suite", partial(suite_of, entry, self.base, self.objects))
             if suite is not None and suite.name in found:
                 self.violations.append(f"{key}: two suites are named {suite.name!r}; rename one of them")
             elif suite is not None:
-                found[suite.name] = suite, check_suite(self, suite, backend)
-                self.metric(f"{key}.metric", suite, entry.metric)
+                found[suite.name] = asked = check_suite(self, suite, backend)
+                self.metric(f"{key}.metric", suite.name, asked, entry.metric)
                 when = "before and after each phase" + (f", every {entry.every} iterations" if entry.every else "")
-                asked = found[suite.name][1]
-                words = "" if asked is None else f"{asked[1]} questions, "
+                words = "" if asked is None else f"{asked.words}{asked.counted}, "
                 self.facts.setdefault("suites", {})[suite.name] = words + when
         return found
 
-    def metric(self, what: str, suite: Suite, name: str | None) -> None:
-        """A suite has the metric of this name, if one is given."""
-        if name is not None and name not in suite.chosen_metrics:
-            known = ", ".join(suite.chosen_metrics)
-            self.violations.append(f"{what}: suite {suite.name} has no {name!r}; expected one of {known}")
+    def metric(self, what: str, suite: str, asked: Asked | None, name: str | None) -> None:
+        """A suite that asks this has the metric of this name, if one is given."""
+        known = None if asked is None else asked.metrics
+        if name is not None and known is not None and name not in known:
+            self.violations.append(f"{what}: suite {suite} has no {name!r}; {near(name, known)}")
 
     def evidence(self, what: str, promotion: PromotionConfig, num_held_out: int | None) -> None:
         """An interval can be had of so many held-out prompts; None: their number is not known."""
@@ -592,7 +589,7 @@ def plan_suites(config: EvalConfig, base: Path, connections: Connections | None 
     _placement(plan, config)
     backend = check_answering(plan, config)
     asked = [(suite, check_suite(plan, suite, backend)) for suite in config.suites]
-    plan.facts["questions"] = {suite.name: found[1] for suite, found in asked if found is not None}
+    plan.facts["questions"] = {suite.name: found.words for suite, found in asked if found is not None}
     return plan.done()
 
 
@@ -628,18 +625,20 @@ def _guard(
         plan.answers(key, rows, guard.reward or config.reward)
 
 
-def _suite_guard(
-    plan: LearnerPlan, what: str, guard: SuiteGuard, suites: Mapping[str, tuple[Suite, Asked | None]]
-) -> None:
+def _suite_guard(plan: LearnerPlan, what: str, guard: SuiteGuard, suites: Mapping[str, Asked | None]) -> None:
     """The suite of a guard is one of the run's, with the metric and enough questions."""
     if guard.name not in suites:
         named = f"evaluation.suites has {', '.join(suites)}" if suites else "there are no evaluation.suites"
         plan.violations.append(f"{what}.name: {guard.name!r} is no suite of this run; {named}")
         return
-    suite, asked = suites[guard.name]
-    plan.metric(f"{what}.metric", suite, guard.metric)
-    if guard.confidence and asked is not None and asked[0] < MIN_PROMPTS:
+    asked = suites[guard.name]
+    plan.metric(f"{what}.metric", guard.name, asked, guard.metric)
+    if guard.min_questions is not None and asked is not None and asked.num_questions < guard.min_questions:
         plan.violations.append(
-            f"{what}.confidence: {asked[0]} questions are too few for an interval; give at least {MIN_PROMPTS}, or "
-            "leave it out"
+            f"{what}.min_questions is {guard.min_questions}, and suite {guard.name} has {asked.num_questions} questions"
+        )
+    if guard.confidence and asked is not None and asked.num_questions < MIN_PROMPTS:
+        plan.violations.append(
+            f"{what}.confidence: {asked.num_questions} questions are too few for an interval; give at least "
+            f"{MIN_PROMPTS}, or leave it out"
         )

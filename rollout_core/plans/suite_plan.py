@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
@@ -24,8 +25,17 @@ if TYPE_CHECKING:
     from rollout_core.plans.learner_plan import LearnerPlan
 
 
-Asked = tuple[int, str]
-"""The number of questions, and in words how much is asked."""
+@dataclass(frozen=True)
+class Asked:
+    """What a suite asks."""
+
+    num_questions: int
+    words: str
+    """How much is asked, such as ``12 x 4``."""
+    metrics: Sequence[str] | None
+    """Names of the suite's metrics; None where only answers tell them."""
+    counted: str = " questions"
+    """What ``words`` counts, where they do not say so."""
 
 
 def check_answering(plan: LearnerPlan, config: EvalConfig) -> AnyBackend:
@@ -51,7 +61,7 @@ def check_suite(plan: LearnerPlan, suite: Suite | LmEvalSuite, backend: AnyBacke
     if isinstance(backend, EndpointModel):
         _form(plan, key, rows or (), backend)
     if isinstance(suite.scorer, ChoiceScorer):
-        return _choices(plan, what, key, suite.scorer, rows, backend)
+        return _choices(plan, what, key, suite, suite.scorer, rows, backend)
     plan.sampling(f"{what}: sampling", suite.sampling, backend)
     plan.reward(f"{what}: scorer", suite.scorer)
     if isinstance(backend, EndpointModel) and any(isinstance(one, ModelReward) for one in plain_rewards(suite.scorer)):
@@ -62,7 +72,8 @@ def check_suite(plan: LearnerPlan, suite: Suite | LmEvalSuite, backend: AnyBacke
         return None
     plan.prompts(key, rows, context_limit(backend), suite.sampling)
     plan.answers(key, rows, suite.scorer)
-    return len(rows), f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
+    words = f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
+    return Asked(len(rows), words, suite.chosen_metrics)
 
 
 def _form(plan: LearnerPlan, key: str, rows: Sequence[PromptRow], backend: EndpointModel) -> None:
@@ -84,6 +95,7 @@ def _choices(
     plan: LearnerPlan,
     what: str,
     key: str,
+    suite: Suite,
     scorer: ChoiceScorer,
     rows: Sequence[PromptRow] | None,
     backend: AnyBackend,
@@ -96,7 +108,7 @@ def _choices(
     if pairs is None:
         return None
     _continuations(plan, key, pairs, backend)
-    return len(rows), f"{len(rows)}, {len(pairs)} choices"
+    return Asked(len(rows), f"{len(rows)}, {len(pairs)} choices", suite.chosen_metrics)
 
 
 def _continuations(plan: LearnerPlan, key: str, pairs: Sequence[Continued], backend: AnyBackend) -> None:
@@ -122,7 +134,8 @@ def _requests(plan: LearnerPlan, what: str, suite: LmEvalSuite, backend: AnyBack
     for drawn in asked.drawings:
         _drawn(plan, what, drawn, backend)
     num_requests = sum(len(drawn.rows) * drawn.samples for drawn in asked.drawings)
-    return num_requests, f"{num_requests} requests of lm_eval {asked.version}"
+    words = f"{num_requests} requests of lm_eval {asked.version}"
+    return Asked(asked.num_questions, words, asked.metrics, counted="")
 
 
 def _drawn(plan: LearnerPlan, what: str, drawn: Drawn, backend: AnyBackend) -> None:

@@ -132,13 +132,21 @@ def _suite(guard: SuiteGuard, found: Measured[SuiteReport]) -> Judged:
     for moment, rival in found.rivals.items():
         change = change_of(found.objects, rival, found.after, metric, confidence=confidence)
         if change is None:
-            yield False, f"suite {guard.name}: no question has {metric} in both models ({moment} and after)"
+            why = f"no question has {metric} in both models ({moment} and after), or it is no mean over questions"
+            yield False, f"suite {guard.name}: {why}"
             continue
-        falls = [-change.gain.gain, *([-change.gain.lower] if guard.confidence else [])]
-        sure = ", and so may the interval's lower end" if guard.confidence else ""
+        asked = max(report.num_asked(metric) for report in (rival, found.after))
+        least = guard.min_questions or math.ceil(asked / 2)
+        if change.gain.num_prompts < least:
+            few = f"{change.gain.num_prompts} of {asked} questions have a score in both models; at least {least} must"
+            yield False, f"{change.line(moment)}: too few to tell a drop, as {few} (min_questions)"
+            continue
+        falls = [change.fall, *([change.largest_fall] if guard.confidence else [])]
+        way, end = ("rise", "upper") if change.is_less_better else ("fall", "lower")
+        sure = f", and so may the interval's {end} end" if guard.confidence else ""
         yield (
             all(_at_most(fall, guard.max_drop) for fall in falls),
-            (f"{change.line(moment)}, may fall by {guard.max_drop:g}{sure}"),
+            f"{change.line(moment)}, may {way} by {guard.max_drop:g}{sure}",
         )
 
 

@@ -62,10 +62,10 @@ def _interval(metric: Metric) -> str:
 
 
 def worse(objects: ObjectStore, reports: Reports, before: str, after: str) -> list[str]:
-    """For people: the suites whose figure is lower at the moment ``after`` than at the one ``before``."""
+    """For people: the suites whose figure is worse at the moment ``after`` than at the one ``before``."""
     pairs = [(by_moment[before], by_moment[after]) for by_moment in reports.values()]
     found = [retry(lambda pair=pair: change_of(objects, *pair)) for pair in pairs]
-    return [change.line(before) for change in found if change is not None and change.gain.gain < 0]
+    return [change.line(before) for change in found if change is not None and change.fall > 0]
 
 
 def suites_section(reports: Reports, fell: Sequence[str], decided: Mapping[str, str]) -> str:

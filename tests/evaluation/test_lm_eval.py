@@ -15,13 +15,15 @@ from lm_eval.tasks import TaskManager
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config import LmEvalSuite, SamplingParams
+from rollout_core.config import LmEvalSuite, SamplingParams, SuiteGuard
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
-from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests, ask_tasks, report, sampling_of
+from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests, ask_tasks, lower_is_better, report, sampling_of
+from rollout_core.evaluation.moments import SuiteWatch, change_of
 from rollout_core.evaluation.reports import SuiteReport, compare_reports
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
+from rollout_core.promotion.guards import Measured, judge_guard
 from tests.evaluation.lm_eval_tasks import ROWS, write_tasks
 
 ANSWERS = {row["question"]: f" {row['answer']}" if place % 2 else " 2" for place, row in enumerate(ROWS)}
@@ -270,6 +272,76 @@ def test_only_a_metric_of_which_more_is_better_says_what_is_right(objects: Objec
     fewer = included(folder, metric=METRIC.replace("true", "false"))
     values = objects.get_json(reported(objects, fewer, folder).questions)["values"]
     assert values["accuracy"] == [None] * len(ROWS) and None not in values["exact_match,strict"]
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_a_groups_figure_stands_first_and_is_paired_by_the_questions_of_its_tasks(
+    objects: ObjectStore, folder: Path, by_size: bool
+):
+    (folder / "all_sums.yaml").write_text(
+        "group: all_sums\ntask: [sums, group]\n"
+        f"aggregate_metric_list:\n  - {{metric: exact_match, weight_by_size: {by_size}}}\n"
+    )
+    (folder / "group.yaml").write_text(
+        "group: group\ntask: [several, few]\naggregate_metric_list:\n  - {metric: exact_match, weight_by_size: true}\n"
+    )
+    few = (folder / "several.yaml").read_text().replace("task: several", "task: few").replace("rows.jsonl", "few.jsonl")
+    (folder / "few.yaml").write_text(few)
+    (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    suite = suite_of("all_sums", include_path=str(folder))
+    before, after = (
+        reported(objects, suite, folder, model=name, wrong=wrong) for name, wrong in (("a", False), ("b", True))
+    )
+    named = [metric.name for metric in before.metrics]
+    assert named[:4] == [
+        *(f"all_sums/exact_match{each}" for each in (",flexible", "", ",strict")),
+        "group/exact_match",
+    ]
+    assert set(named) == set(ask_tasks(suite, folder).metrics)
+    compared = compare_reports(objects, before, after)
+    assert set(compared.gains) == set(named)
+    for metric in (*before.metrics, *after.metrics):
+        gain = compared.gains[metric.name]
+        side = gain.mean_before if metric in before.metrics else gain.mean_after
+        assert side == pytest.approx(metric.value), metric.name
+    assert ("weights" in objects.get_json(before.questions)) == (not by_size)
+
+
+def test_of_a_perplexity_less_is_better_and_no_question_has_one_to_pair(objects: ObjectStore, folder: Path):
+    before, after = (reported(objects, suite_of("told.yaml"), folder, model=name) for name in "ab")
+    assert lower_is_better(objects, after) == {"perplexity"}
+    assert {metric.name for metric in after.metrics} == {"perplexity", "acc"}
+    assert set(compare_reports(objects, before, after).gains) == {"acc"}
+    watch = SuiteWatch("perplexity", 1)
+    for number, value in enumerate((4.0, 3.0, 3.5), start=1):
+        metric = after.figure("perplexity").model_copy(update={"value": value})
+        watch.note(number, after.model_copy(update={"metrics": (metric,)}), lower_is_better(objects, after))
+    assert watch.selected == "iteration 2, with the lowest perplexity on suite s (3.0000)"
+    assert watch.end == (
+        "after iteration 3, as the last 1 evaluations brought no lower perplexity on suite s than iteration 2 (3.0000)"
+    )
+
+
+@pytest.mark.parametrize("max_drop", [0.4, 0.6])
+def test_a_metric_of_which_less_is_better_falls_where_it_rises(objects: ObjectStore, folder: Path, max_drop: float):
+    """The second model answers nothing that the task wants, which the first one does in half of the questions."""
+    fewer = included(folder, metric=METRIC.replace("true", "false"))
+    after, before = (reported(objects, fewer, folder, model=name, wrong=name == "b") for name in "ab")
+    guard = SuiteGuard(kind="suite", name="s", metric="exact_match,strict", max_drop=max_drop, confidence=0.95)
+    [found] = judge_guard(guard, Measured(objects, {"latest": before}, after))
+    assert found.line.startswith(
+        "suite s: exact_match,strict 0.0000 (latest) -> 0.5000, change (less is better) 0.5000, "
+    )
+    assert found.line.endswith(f"may rise by {max_drop}, and so may the interval's upper end") and not found.passed
+    [found] = judge_guard(guard.model_copy(update={"confidence": 0.0}), Measured(objects, {"latest": before}, after))
+    assert found.passed == (max_drop > 0.5)
+    change = change_of(objects, before, after, "exact_match,strict")
+    assert change is not None and change.fall == 0.5 and change.largest_fall == change.gain.upper
+
+
+def test_a_metric_that_a_report_lacks_is_no_figure(objects: ObjectStore, folder: Path):
+    with pytest.raises(ConfigError, match="suite s came to no metric 'acc_norm'; expected one of perplexity, acc"):
+        reported(objects, suite_of("told.yaml"), folder).figure("acc_norm")
 
 
 def test_tasks_without_a_figure_are_refused(objects: ObjectStore, folder: Path):

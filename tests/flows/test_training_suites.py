@@ -18,6 +18,7 @@ from rollout_core.runs.evaluations import evaluated_models, find_evaluated
 from rollout_core.runs.figures import REWARD, curves_of
 from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords
 from rollout_core.runs.run_samples import own_evaluations, sample_sets
+from tests.evaluation.lm_eval_tasks import write_tasks
 from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -138,6 +139,58 @@ def test_models_are_evaluated_at_every_moment_and_never_twice(
     computed = [call.stage for call in detail.calls if call.state == "Completed"]
     assert all(stage.startswith(("import_", "snapshot")) for stage in computed), computed
     assert finished_samples() == asked
+
+
+def test_tasks_of_lm_eval_are_read_once_and_asked_at_every_moment(
+    prefect_server: str, with_suites: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Their figures select an iteration, guard the promotion and are in the report, as those of any suite."""
+    from flows.evaluate import evaluate_suites
+    from flows.nightly import nightly
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    write_tasks(folder)
+    tasks = {
+        "kind": "lm_eval",
+        "name": "theirs",
+        "tasks": ["all_sums", "chosen", "told"],
+        "include_path": str(folder),
+        "bootstrap_iters": 100,
+    }
+    entry = {"suite": tasks, "every": 1, "select": "best", "metric": "told/perplexity"}
+    guard = {"kind": "suite", "name": "theirs", "metric": "chosen/acc_norm", "max_drop": 1.0}
+    with_suites["ppo"]["iterations"] = 2
+    with_suites["evaluation"]["suites"] = [entry]
+    with_suites["promotion"] = {"guards": [guard]}
+    result = nightly(parse_config(with_suites, NightlyConfig))
+    _, detail = last_run()
+    reports = {call.label: SuiteReport.model_validate(of) for call, of in detail.results("SuiteReport")}
+    moments = [*MOMENTS[:4], "after PPO"]
+    assert list(reports) == [f"suite theirs, {moment}" for moment in moments]
+    imports = [call for call in detail.calls if call.stage == "import_lm_eval"]
+    assert [call.label for call in imports] == ["suite theirs, questions"]
+    assert reports["suite theirs, before"].headline.name == "all_sums/exact_match,strict"
+    assert reports["suite theirs, before"].num_questions == 24
+
+    told = {moment: reports[f"suite theirs, {moment}"].figure("told/perplexity").value for moment in moments[2:4]}
+    best = min(told, key=lambda moment: told[moment])
+    assert detail.facts["selected"].startswith(
+        f"{best.removeprefix('after ')}, with the lowest told/perplexity on suite"
+    )
+    assert reports["suite theirs, after PPO"].figure("told/perplexity").value == pytest.approx(told[best], rel=1e-3)
+    curves = curves_of(objects(), *last_run())
+    assert curves["suite theirs: told/perplexity"].labels == moments
+    page = (Path(result["report"]) / "index.html").read_text()
+    line = "suite theirs: chosen/acc_norm "
+    assert f"<li>guard passed: {line}" in page and "<td>theirs</td><td>told/perplexity</td>" in page
+
+    # `rollout eval run` asks the same.
+    asked = finished_samples()
+    document = {"model": {"uri": result["model"]}, "backend": {"kind": "transformers"}, "suites": [tasks]}
+    found = evaluate_suites(EvalConfig.model_validate(document))["reports"][0]
+    assert SuiteReport.model_validate(found) == reports["suite theirs, after PPO"] and finished_samples() == asked
 
 
 def test_training_of_other_flows_is_evaluated_before_and_after(

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.evaluation.lm_eval_tasks import write_tasks
 from tests.plan.planning import plan, refusal
 
 SORTING = {"name": "sorting", "rows": {"path": "prompts.jsonl"}, "sampling": {"max_tokens": 8}}
-THEIRS = {"kind": "lm_eval", "name": "theirs", "tasks": ["gsm8k"]}
+THEIRS = {"kind": "lm_eval", "name": "theirs", "tasks": ["all_sums"], "include_path": "."}
 FILE = """
 name = "in-a-file"
 rows = { path = "held-out.jsonl" }
@@ -52,8 +53,12 @@ def test_suites_by_file_and_by_table_are_planned_with_the_moments_at_which_they_
         ({"suite": "none.toml"}, "evaluation.suites.0.suite: "),
         ({"suite": "mine.py"}, "evaluation.suites.0.suite: "),
         ({"suite": ""}, "evaluation.suites.0.suite: got an empty text; expected a suite's name"),
-        ({"suite": "theirs.toml"}, "evaluation.suites.0.suite: suite theirs is of kind lm_eval, which `rollout eval "),
-        ({"suite": THEIRS}, "evaluation.suites.0.suite: suite theirs is of kind lm_eval, which `rollout eval run`"),
+        ({"suite": {**THEIRS, "taskz": 1}}, "evaluation.suites.0.suite.taskz: unknown key; did you mean 'tasks'?"),
+        ({"suite": "theirs.toml"}, "suite theirs: task 'chozen' is neither known to lm_eval nor a file; did you mean"),
+        (
+            {"suite": {**THEIRS, "gen_kwargs": {"num_beams": 3}}},
+            "suite theirs: task sums: generation_kwargs has num_beams = 3, which has no meaning here",
+        ),
         ({"suite": "gsm9k"}, "suite 'gsm9k': there is no such suite and no such file; did you mean 'gsm8k'?"),
         ({"suite": {**SORTING, "rowz": 1}}, "evaluation.suites.0.suite.rowz: unknown key; did you mean 'rows'?"),
         ({"suite": {**SORTING, "rows": {"path": "no.jsonl"}}}, "suite sorting: rows.path: "),
@@ -62,9 +67,33 @@ def test_suites_by_file_and_by_table_are_planned_with_the_moments_at_which_they_
     ],
 )
 def test_a_bad_suite_is_refused_in_one_line(work: Path, entry: dict[str, Any], expected: str):
-    (work / "theirs.toml").write_text('kind = "lm_eval"\nname = "theirs"\ntasks = ["gsm8k"]\n')
+    write_tasks(work)
+    (work / "theirs.toml").write_text(
+        'kind = "lm_eval"\nname = "theirs"\ntasks = ["chozen", "chosen.yaml"]\ninclude_path = "."'
+    )
     message = refusal("nightly", work, evaluation__suites=[entry])
     assert expected in message, message
+
+
+def test_tasks_of_lm_eval_are_planned_and_the_metrics_are_those_of_its_tasks_and_groups(work: Path):
+    write_tasks(work)
+
+    def given(metric: str) -> dict[str, Any]:
+        entry = {"suite": THEIRS, "every": 1, "patience": 1, "metric": metric}
+        guard = {"kind": "suite", "name": "theirs", "metric": metric, "max_drop": 0.01}
+        return {"evaluation__suites": [entry], "promotion__guards": [guard]}
+
+    words = "12 requests of lm_eval 0.4.13, before and after each phase, every 1 iterations"
+    for metric in ("sums/exact_match,flexible", "all_sums/exact_match", "several/exact_match"):
+        assert plan("nightly", work, **given(metric))["suites"] == {"theirs": words}
+    wrong = {"evaluation__suites": given("sums/exact_match")["evaluation__suites"]}
+    assert refusal("nightly", work, **wrong).startswith("evaluation.suites.0.metric: suite theirs has no 'sums/exact_m")
+    wrong = {**given("all_sums/exact_match"), "promotion__guards": given("sums/exact")["promotion__guards"]}
+    assert refusal("nightly", work, **wrong).startswith("promotion.guards.0.metric: suite theirs has no 'sums/exact'; ")
+    guards = [{"kind": "suite", "name": "theirs", "confidence": 0.95}]
+    few = [{"suite": {**THEIRS, "tasks": ["chosen"]}}]
+    message = refusal("nightly", work, evaluation__suites=few, promotion__guards=guards)
+    assert "promotion.guards.0.confidence: 6 questions are too few for an interval" in message, message
 
 
 def test_what_is_wrong_within_a_suites_file_is_named_with_the_file_and_the_key(work: Path, file: str):
@@ -94,8 +123,9 @@ def test_suites_are_evaluated_between_iterations_only_where_there_are_some_that_
     ("guard", "expected"),
     [
         ({"name": "other"}, "promotion.guards.0.name: 'other' is no suite of this run; evaluation.suites has sorting"),
-        ({"metric": "pass@4"}, "promotion.guards.0.metric: suite sorting has no 'pass@4'; expected one of mean, acc"),
+        ({"metric": "pass@4"}, "promotion.guards.0.metric: suite sorting has no 'pass@4'; found: accuracy, mean"),
         ({"confidence": 0.95}, "promotion.guards.0.confidence: 2 questions are too few for an interval; give at least"),
+        ({"min_questions": 3}, "promotion.guards.0.min_questions is 3, and suite sorting has 2 questions"),
         ({"max_drop": -1}, "promotion.guards.0.max_drop: Input should be greater than or equal to 0"),
         ({"name": None}, "promotion.guards.0.name: "),
     ],

@@ -90,13 +90,39 @@ def test_with_a_confidence_the_interval_may_not_reach_below_the_limit_either(pla
 def test_questions_that_one_model_has_no_score_of_do_not_count(place: Place):
     before = report(place.objects, SUITE, [("x", 1.0)], [("x", None)], [("x", 1.0)])
     after = report(place.objects, SUITE, [("x", 1.0)], [("x", 0.0)], [("x", None)], model="b")
-    found = judged(place, before, after)
+    found = judged(place, before, after, min_questions=1)
     assert found.passed and found.line.endswith("over 1 questions, may fall by 0")
     nothing = report(place.objects, SUITE, [("x", None)], [("x", 1.0)], [("x", None)], model="c")
-    refused = judged(place, before, nothing)
+    refused = judged(place, before, nothing, min_questions=1)
     assert not refused.passed and refused.line == (
-        "suite arithmetic: no question has accuracy in both models (latest and after)"
+        "suite arithmetic: no question has accuracy in both models (latest and after), or it is no mean over questions"
     )
+
+
+@pytest.mark.parametrize(("keys", "least"), [({}, 5), ({"min_questions": 4}, 4), ({"min_questions": 9}, 9)])
+def test_of_few_questions_that_both_models_have_a_score_of_no_drop_is_told(
+    place: Place, keys: dict[str, Any], least: int
+):
+    """The rival has a score of all ten questions, or of as few as the new model."""
+    full = report(place.objects, SUITE, *[[("x", 1.0)]] * 10)
+    for num_scored in (least - 1, least):
+        scored = [[("x", 1.0)]] * num_scored + [[("x", None)]] * (10 - num_scored)
+        after = report(place.objects, SUITE, *scored, model="b")
+        for before in (full, report(place.objects, SUITE, *scored, model="c")):
+            found = judged(place, before, after, **keys)
+            assert found.passed == (num_scored == least)
+    few = judged(place, full, report(place.objects, SUITE, [("x", 1.0)], *[[("x", None)]] * 9, model="b"), **keys)
+    assert few.line.startswith("suite arithmetic: accuracy 1.0000 (latest) -> 1.0000, gain 0.0000, ")
+    assert few.line.endswith(
+        "over 1 questions: too few to tell a drop, as 1 of 10 questions have a score in both models; "
+        f"at least {least} must (min_questions)"
+    )
+
+
+def test_the_least_number_of_questions_is_in_ids_where_it_is_given():
+    guard = {"kind": "suite", "name": "arithmetic"}
+    plain, given = (SuiteGuard.model_validate({**guard, **more}) for more in ({}, {"min_questions": 5}))
+    assert "min_questions" not in plain.cache_identity() and given.cache_identity()["min_questions"] == 5
 
 
 def test_a_metric_of_the_suite_may_decide(place: Place):
