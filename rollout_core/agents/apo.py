@@ -38,6 +38,7 @@ from rollout_core.agents.algorithm import (
 )
 from rollout_core.base.errors import ConfigError, Recoverable, in_words
 from rollout_core.base.ids import content_id
+from rollout_core.base.templates import variables_of
 from rollout_core.config import TemplateSource
 from rollout_core.inference.endpoint import PASSING_STATUSES
 from rollout_core.store import EnqueueRolloutRequest, PromptTemplate, RolloutMode, Span
@@ -100,11 +101,7 @@ def placeholders(template: PromptTemplate) -> frozenset[str]:
         raise ConfigError("templates of the engine poml cannot be optimized; give an f-string or a jinja template")
     try:
         if template.engine == "jinja":
-            import jinja2.meta
-            import jinja2.sandbox  # heavy, and few templates need it
-
-            tree = jinja2.sandbox.ImmutableSandboxedEnvironment().parse(template.template)
-            return frozenset(jinja2.meta.find_undeclared_variables(tree) - {"range"})
+            return variables_of(template.template)
         fields = [name for _, name, _, _ in string.Formatter().parse(template.template) if name is not None]
     except Exception as error:
         raise ConfigError(f"the template cannot be read: {in_words(error)}") from error

@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from rollout_core.base.templates import variables_of
 from rollout_core.config.inference import EndpointAddress, TokenPrices, refuse_decided
 from rollout_core.config.reward_settings import RewardSettings
-from rollout_core.config.templates import JinjaTemplate, required_variables, variables_of
+from rollout_core.config.templates import JinjaTemplate, required_variables
 
 GIVEN_NAMES = ("prompt", "completion", "completions", "reference", "rubric", "lowest", "highest", "row")
 """That every template knows, besides the keys of the prompt's row."""

@@ -84,8 +84,8 @@ class SuiteGuard(Settings):
     """Such as 0.95: the lower end of this bootstrap interval of the gain, paired by question, may not be below
     ``-max_drop`` either. 0: not asked for."""
     min_questions: int | None = Field(default=None, ge=1)
-    """Questions that must have the metric in both models; of fewer no drop could be told. Default: half of those that
-    should have it."""
+    """Questions that must have the metric in both models: fewer would say nothing about a drop. Default: half of those
+    that should have it."""
 
 
 Guard = LengthGuard | FinishGuard | RewardGuard | PromptsGuard | KLGuard | SuiteGuard

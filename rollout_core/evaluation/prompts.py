@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from jinja2 import Template, UndefinedError
+from jinja2 import UndefinedError
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.ids import content_id
+from rollout_core.base.templates import BoundedTemplate, compiled, variables_of
 from rollout_core.config.evaluation import FewShot, SuitePrompt
-from rollout_core.config.templates import compiled, variables_of
 from rollout_core.data.datasets import PromptRow, TaskRow
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -77,16 +77,15 @@ def renderer(key: str, source: str) -> Render:
     return lambda row: _rendered(key, source, template, row)
 
 
-def _rendered(key: str, source: str, template: Template, row: Mapping[str, Any]) -> str:
+def _rendered(key: str, source: str, template: BoundedTemplate, row: Mapping[str, Any]) -> str:
     try:
         return template.render(row)
-    except UndefinedError as error:
-        missing = sorted(variables_of(source) - row.keys())
+    except ConfigError as error:
+        is_missing = isinstance(error.__cause__, UndefinedError)
+        missing = sorted(variables_of(source) - row.keys()) if is_missing else []
         if missing:
             raise ConfigError(f"it has no {missing[0]!r}, which {key} reads; {near(missing[0], row)}") from None
         raise ConfigError(f"{key}: {error}") from None
-    except Exception as error:  # noqa: BLE001 - whatever a template does with a row's values
-        raise ConfigError(f"{key} cannot be rendered: {type(error).__name__}: {error}") from None
 
 
 def _examples(

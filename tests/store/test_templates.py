@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.templates import MAX_CHARACTERS
 from rollout_core.store import PromptTemplate
-from rollout_core.store.resources import MAX_CHARACTERS
 
 TASK = {"question": "Why?", "hints": ["a", "b"], "count": 2}
 
@@ -34,6 +34,7 @@ def f_string(template: str, **values):
         ("{{ task.hints | join(', ') | upper }} {{ task.missing | default('-') }}", "A, B -"),
         ("{% set q = task.question %}{{ q | replace('?', '!') }}{% for n in range(3) %}{{ n }}{% endfor %}", "Why!012"),
         ("{{ 'yes' if task.count in [1, 2] else 'no' }} {{ task.hints | length }} {{ task.question[:2] }}", "yes 2 Wh"),
+        ("{{ task.question ~ ' ' ~ task.count }}{{ '|' + task.question }}", "Why? 2|Why?"),
         ("{{ task | tojson }}{# unseen #}", '{"count": 2, "hints": ["a", "b"], "question": "Why?"}'),
     ],
 )
@@ -51,7 +52,10 @@ BOMBS = [
     "{{ '{:>1000000000}'.format(1) }}",
     "{{ task | center(1000000000) }}",
     "{{ lipsum(n=1000000) }}",
-    "{{ task ~ task }}",
+    "{% set y = task %}" + "{% set y = y ~ y %}" * 30,
+    "{% set y = task %}" + "{% set y = y + y %}" * 30,
+    "{% set y = task | replace('x', task) %}" + "".join(f"{{% set y{n} = y | upper %}}" for n in range(100)),
+    "{{ 'x' + 1 }}",
     "{{ task | join(task) | join(task) | join(task) }}",
     "{{ task | replace('x', task) | replace('x', task) }}",
     "{% set y = task | replace('x', task) %}" * 3 + "{{ y | replace('x', y) }}",

@@ -18,8 +18,8 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, near, shown, well_formed
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.templates import compiled
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward, JudgeScale
-from rollout_core.config.templates import fill_in
 from rollout_core.rewards.scoring import RewardInput
 
 SYSTEM = """You are a judge. You judge by the rubric alone.
@@ -216,7 +216,7 @@ def _text(spec: JudgeReward, sample: RewardInput, texts: Sequence[str], referenc
         "highest": f"{spec.scale.highest:g}",
         "row": dict(sample.extras),
     }
-    return fill_in(spec.template or QUESTIONS[spec.mode], {**sample.extras, **values})
+    return compiled(spec.template or QUESTIONS[spec.mode]).render({**sample.extras, **values})
 
 
 def fence(name: str, text: str) -> str:
