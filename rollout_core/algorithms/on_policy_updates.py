@@ -64,7 +64,7 @@ from rollout_core.config import AnyGroupSettings, GroupSettings, GRPOSettings, O
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora
 from rollout_core.models.facts import known_ids, vocab_size
-from rollout_core.models.pretrained import load_tokenizer, tokenizer_id
+from rollout_core.models.pretrained import borrowed_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 
@@ -425,7 +425,8 @@ def _known_ids(folder: Path, trajectories: Sequence[Trajectory]) -> int | None:
     """`known_ids` of the model in ``folder``. Raises ConfigError for a completion that has others."""
     key = tokenizer_id(folder), vocab_size(folder)
     if key not in _KNOWN_IDS:
-        _KNOWN_IDS[key] = known_ids(folder, load_tokenizer(folder))
+        with borrowed_tokenizer(folder) as tokenizer:
+            _KNOWN_IDS[key] = known_ids(folder, tokenizer)
     known = _KNOWN_IDS[key]
     highest = max((token for item in trajectories for token in item.token_ids), default=-1) if known else -1
     if known is not None and highest >= known:

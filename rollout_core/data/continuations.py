@@ -28,7 +28,7 @@ from rollout_core.data.samples import (
 from rollout_core.data.text import ENDS_ANSWERED, render_chats, token_ids_of
 from rollout_core.models.bounded.tokenizing import Chat, Problem
 from rollout_core.models.facts import max_positions
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import borrowed_tokenizer
 
 SCORING = SamplingParams(temperature=0.0, max_tokens=1)
 """Of requests that score: engines draw one token, which is not kept."""
@@ -130,7 +130,8 @@ def scored_samples(
 
     Raises ConfigError as `encode_continuations`, and naming pairs that are longer than the limit.
     """
-    encoded = encode_continuations(load_tokenizer(folder), pairs)
+    with borrowed_tokenizer(folder) as tokenizer:
+        encoded = encode_continuations(tokenizer, pairs)
     limit = max_model_len or max_positions(folder)
     if limit is not None:
         refuse_long_prompts([ids for ids, _ in encoded], SCORING.max_tokens, limit)

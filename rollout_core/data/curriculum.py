@@ -20,7 +20,7 @@ from rollout_core.data.dataset_sources import stored_rows
 from rollout_core.data.datasets import PromptRow, Row, parse_rows, to_line
 from rollout_core.data.examples import positions_between
 from rollout_core.data.text import tokenize_prompts
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import borrowed_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Record, Scores
 from rollout_core.objects.retention.unstored import local_model
@@ -155,8 +155,8 @@ def order_prompts(
         assert scores is not None, "given for a curriculum by reward"
         found = by_reward(objects.get_json(scores.scores), len(rows), warn)
     else:
-        tokenizer = load_tokenizer(local_model(objects, model, models))
-        found = [float(len(ids)) for ids in tokenize_prompts(tokenizer, rows)]
+        with borrowed_tokenizer(local_model(objects, model, models)) as tokenizer:
+            found = [float(len(ids)) for ids in tokenize_prompts(tokenizer, rows)]
     order = easiest_first(found)
     ends = {"easiest": round(found[order[0]], 6), "hardest": round(found[order[-1]], 6)}
     return PromptOrder(order=objects.put_json(order), num_prompts=len(rows), **ends)

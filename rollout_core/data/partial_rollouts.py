@@ -34,7 +34,7 @@ from rollout_core.data.samples import (
     prompt_of,
 )
 from rollout_core.data.text import decode_completions, text_tokens
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import borrowed_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of, maker_for, makers_of
 from rollout_core.objects.records import Completions
@@ -226,17 +226,19 @@ def join_completions(
     """File what iteration ``number`` drew, joined to what was carried into it; and figures of that for people.
 
     ``sampling`` is that of whole completions, ``models`` the local folder for fetched models."""
-    tokenizer = load_tokenizer(local_model(objects, completions.model, models))
-    joined = join_parts(
-        [] if carried is None else decode_carried(objects.get_bytes(carried)),
-        decode_samples(objects.get_bytes(completions.samples)),
-        decode_completions_blob(objects.get_bytes(completions.completions)),
-        model=completions.model,
-        number=number,
-        group_size=group_size,
-        max_tokens=sampling.max_tokens,
-        decode=lambda prompts, ids: decode_completions(tokenizer, prompts, [text_tokens(one, sampling) for one in ids]),
-    )
+    with borrowed_tokenizer(local_model(objects, completions.model, models)) as tokenizer:
+        joined = join_parts(
+            [] if carried is None else decode_carried(objects.get_bytes(carried)),
+            decode_samples(objects.get_bytes(completions.samples)),
+            decode_completions_blob(objects.get_bytes(completions.completions)),
+            model=completions.model,
+            number=number,
+            group_size=group_size,
+            max_tokens=sampling.max_tokens,
+            decode=lambda prompts, ids: decode_completions(
+                tokenizer, prompts, [text_tokens(one, sampling) for one in ids]
+            ),
+        )
     filed = JoinedCompletions(
         completions=objects.put_bytes(joined.completions),
         samples=objects.put_bytes(joined.samples),

@@ -22,7 +22,7 @@ from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts, with_own_bos
 from rollout_core.data.turn_ends import turn_ends
 from rollout_core.models.facts import known_ids as known_ids_of, max_positions
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import borrowed_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptSet
 
@@ -180,18 +180,19 @@ def samples_of_model(
 ) -> list[Sample]:
     """`make_samples` of the rows from place ``first`` on, for the model in a folder; those before it only count.
     Without ``max_model_len`` the model's own context is the limit."""
-    tokenizer, drawn = load_tokenizer(folder), rows[first:]
-    return make_samples(
-        tokenizer,
-        drawn,
-        model=model,
-        params=params,
-        samples_per_prompt=samples_per_prompt,
-        max_model_len=max_model_len or max_positions(folder),
-        earlier=rows[:first],
-        known_ids=known_ids_of(folder, tokenizer),
-        ends=ends_of(folder, tokenizer, drawn, params),
-    )
+    drawn = rows[first:]
+    with borrowed_tokenizer(folder) as tokenizer:
+        return make_samples(
+            tokenizer,
+            drawn,
+            model=model,
+            params=params,
+            samples_per_prompt=samples_per_prompt,
+            max_model_len=max_model_len or max_positions(folder),
+            earlier=rows[:first],
+            known_ids=known_ids_of(folder, tokenizer),
+            ends=ends_of(folder, tokenizer, drawn, params),
+        )
 
 
 def untokenised_samples(

@@ -32,7 +32,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.data.text import token_ids_of
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import HeldTokenizer, renewed_tokenizer
 
 LOGPROB_NOISE = 1e-3
 """A log-probability above 0 by no more than this, in nats, is the rounding of a certain token's."""
@@ -295,6 +295,7 @@ class ScriptedEngine(GathersStream):
 
     def __init__(self, config: ScriptedBackend, model: ModelRef) -> None:
         self._config = config
+        self._held: HeldTokenizer | None = None
         self.update_weights(model)
 
     @property
@@ -345,7 +346,8 @@ class ScriptedEngine(GathersStream):
             )
 
     def update_weights(self, model: ModelRef) -> None:
-        self._tokenizer = load_tokenizer(model.folder)
+        self._held = renewed_tokenizer(model.folder, self._held)
+        self._tokenizer = self._held[0]
         self._model = model
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from rollout_core.data.samples import Completion, FinishReason, TopLogprobs
 from rollout_core.data.text import decode_completions, text_tokens
 from rollout_core.inference.backend import GathersStream, ModelRef, Request, scored_completion
 from rollout_core.models.facts import known_ids
-from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
+from rollout_core.models.pretrained import HeldTokenizer, load_causal_lm, renewed_tokenizer
 
 
 class TransformersEngine(GathersStream):
@@ -29,11 +29,13 @@ class TransformersEngine(GathersStream):
     def __init__(self, config: TransformersBackend, model: ModelRef) -> None:
         check_numerics(config.dtype)
         self._config = config
+        self._held: HeldTokenizer | None = None
         self._load(model)
 
     def _load(self, model: ModelRef) -> None:
         self._policy = load_causal_lm(model.folder, self._config.dtype).to(probe_device()).eval()
-        self._tokenizer = load_tokenizer(model.folder)
+        self._held = renewed_tokenizer(model.folder, self._held)
+        self._tokenizer = self._held[0]
         self._known_ids = known_ids(model.folder, self._tokenizer)
         ends = self._policy.generation_config.eos_token_id
         # A base model's configuration may name none, and so may a tokenizer.

@@ -27,7 +27,7 @@ from rollout_core.inference.openai_wire import (
 )
 from rollout_core.inference.pace import shared_pace
 from rollout_core.models.facts import known_ids, vocab_size
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import HeldTokenizer, renewed_tokenizer
 
 
 class OpenAIEngine(EndpointStream):
@@ -40,6 +40,7 @@ class OpenAIEngine(EndpointStream):
         self._config = config
         self._understood = False
         """It has answered in the configured dialect, so it is no fault of the configuration where it does not."""
+        self._held: HeldTokenizer | None = None
         self.update_weights(model)
         pace = shared_pace(config.url, config.served_model or "", config.max_concurrency)
         super().__init__(Endpoint(config, pace=pace), config.max_concurrency)
@@ -85,7 +86,8 @@ class OpenAIEngine(EndpointStream):
 
     def update_weights(self, model: ModelRef) -> None:
         """The answers are taken for those of ``model`` from now on; what the endpoint serves stays as it is."""
-        self._tokenizer = load_tokenizer(model.folder)
+        self._held = renewed_tokenizer(model.folder, self._held)
+        self._tokenizer = self._held[0]
         self._vocab_size = known_ids(model.folder, self._tokenizer) or vocab_size(model.folder)
         self._model = model
 

@@ -41,7 +41,7 @@ from rollout_core.inference.batch import (
 )
 from rollout_core.inference.batch_runs import EventLog
 from rollout_core.models.facts import known_ids
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import borrowed_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.origins import Source, record_import
@@ -345,32 +345,11 @@ def finished_ref(completions: ContentId) -> str:
 
 
 def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[list[Sample], dict[ContentId, str]]:
-    with _tokenizer(work.tokenizer_folder) as tokenizer:
+    with borrowed_tokenizer(work.tokenizer_folder) as tokenizer:
         identities = identities_of(engine.model_id, work.params, known_ids(work.tokenizer_folder, tokenizer))
         rows = read_shard(objects, work.rows)
         ends = ends_of(work.tokenizer_folder, tokenizer, [row for row, _ in rows], work.params)
         return shard_samples(tokenizer, rows, identities, samples_per_prompt=work.samples_per_prompt, ends=ends)
-
-
-_idle_tokenizers: dict[Path, list[Any]] = {}
-_KEPT_TOKENIZERS = 2
-"""Folders, those used last: a worker that stays for weeks gets a new model every night."""
-_using_tokenizers = threading.Lock()
-
-
-@contextmanager
-def _tokenizer(folder: Path) -> Iterator[Any]:
-    """The tokenizer of a folder, loaded once; for one thread at a time, as tokenizers are not thread-safe."""
-    with _using_tokenizers:
-        idle = _idle_tokenizers[folder] = _idle_tokenizers.pop(folder, [])
-        for unused in [*_idle_tokenizers][:-_KEPT_TOKENIZERS]:
-            del _idle_tokenizers[unused]
-    try:
-        tokenizer = idle.pop()
-    except IndexError:
-        tokenizer = load_tokenizer(folder)
-    yield tokenizer
-    idle.append(tokenizer)
 
 
 def _file(

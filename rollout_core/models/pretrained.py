@@ -291,7 +291,15 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+_OTHER_FILES = ("config.json", "additional_chat_templates/*.jinja")
+"""That count for what is loaded, too, and are not the tokenizer's own."""
+_KEPT_TOKENIZERS = 4
+"""Different ones, those used last: a policy, its reward model, a teacher. A process that stays for weeks gets new
+models every night."""
+
 _importing = threading.Lock()
+_idle_tokenizers: dict[ContentId, list[Any]] = {}
+_using_tokenizers = threading.Lock()
 
 
 def prepare_transformers(*, generic: bool = False) -> None:
@@ -320,6 +328,43 @@ def load_tokenizer(folder: Path) -> Any:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"no usable tokenizer in {folder}: {one_line(error)}") from error
+
+
+@contextmanager
+def borrowed_tokenizer(folder: Path) -> Iterator[Any]:
+    """The tokenizer of a model folder, which nobody changes; for one thread at a time, as tokenizers are not
+    thread-safe. It is loaded once for all folders with the same files, such as those of each iteration of a run."""
+    key = _loaded_from(folder)
+    with _using_tokenizers:
+        idle = _idle_tokenizers[key] = _idle_tokenizers.pop(key, [])
+        for unused in [*_idle_tokenizers][:-_KEPT_TOKENIZERS]:
+            del _idle_tokenizers[unused]
+        tokenizer = idle.pop() if idle else None
+    is_new = tokenizer is None
+    if is_new:
+        tokenizer = load_tokenizer(folder)
+    yield tokenizer
+    # A folder may change while it is read; and of a caller that fails, the tokenizer may be the reason.
+    if not is_new or _loaded_from(folder) == key:
+        idle.append(tokenizer)
+
+
+HeldTokenizer = tuple[Any, ContentId]
+"""A tokenizer, and the contents of its files."""
+
+
+def renewed_tokenizer(folder: Path, held: HeldTokenizer | None) -> HeldTokenizer:
+    """The tokenizer of a model folder for whoever keeps it: the one that is ``held``, where that is of the same
+    files."""
+    key = _loaded_from(folder)
+    return held if held is not None and held[1] == key else (load_tokenizer(folder), key)
+
+
+def _loaded_from(folder: Path) -> ContentId:
+    """The contents of all files that tell how a tokenizer is loaded."""
+    others = (file for pattern in _OTHER_FILES for file in sorted(folder.glob(pattern)))
+    named = {str(file.relative_to(folder)): hash_file(file)[1] for file in (*tokenizer_files(folder), *others)}
+    return content_id("tokenizer-files/1", named)
 
 
 def load_identified_tokenizer(folder: Path) -> tuple[Any, ContentId]:

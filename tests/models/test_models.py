@@ -29,7 +29,14 @@ from rollout_core.config import ModelSource
 from rollout_core.models import locating as model_import
 from rollout_core.models.facts import ModelFacts, inspect_model
 from rollout_core.models.locating import Unchecked, import_model, locate_model
-from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm, load_tokenizer
+from rollout_core.models.pretrained import (
+    _KEPT_TOKENIZERS,
+    borrowed_tokenizer,
+    copy_tokenizer,
+    load_causal_lm,
+    load_tokenizer,
+    renewed_tokenizer,
+)
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
 
@@ -512,6 +519,64 @@ def test_a_tokenizer_edited_while_it_is_loaded_is_not_taken_for_the_other(model,
     monkeypatch.setattr(rollout_core.models.pretrained, "load_tokenizer", load_and_edit)
     with pytest.raises(Conflict, match=r"the tokenizer in .* changed while it was read"):
         inspect_model(model)
+
+
+def test_a_tokenizer_is_loaded_once_for_all_folders_with_the_same_files(model, tmp_path):
+    """As those of each iteration of a run are."""
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    with borrowed_tokenizer(model) as first, borrowed_tokenizer(model) as second:
+        assert first is not second, "one at a time, for tokenizers are not thread-safe"
+    with borrowed_tokenizer(other) as again:
+        assert again is second or again is first
+    held = renewed_tokenizer(model, None)
+    assert renewed_tokenizer(other, held) is held and held[0] not in (first, second)
+    for name, text in (
+        ("chat_template.jinja", "{{ messages }}"),
+        ("additional_chat_templates/tool_use.jinja", "{{ messages }}"),
+        ("config.json", (other / "config.json").read_text() + "\n"),
+    ):
+        (other / name).parent.mkdir(exist_ok=True)
+        (other / name).write_text(text)
+        with borrowed_tokenizer(other) as changed, borrowed_tokenizer(model) as same:
+            assert changed not in (first, second) and same in (first, second), name
+        assert renewed_tokenizer(other, held)[0] not in (held[0], changed)
+    (model / "weights.safetensors").write_text("are none of it")
+    with borrowed_tokenizer(model) as same:
+        assert same in (first, second)
+
+
+def test_tokenizers_that_were_not_asked_for_lately_are_let_go(model, tmp_path):
+    with borrowed_tokenizer(model) as first:
+        pass
+    for number in range(_KEPT_TOKENIZERS):
+        other = Path(shutil.copytree(model, tmp_path / str(number)))
+        (other / "chat_template.jinja").write_text(f"{{{{ messages }}}}{number}")
+        with borrowed_tokenizer(other):
+            pass
+    with borrowed_tokenizer(model) as again:
+        assert again is not first
+
+
+def test_a_tokenizer_that_failed_or_changed_while_it_was_read_is_not_lent_again(model, monkeypatch):
+    with pytest.raises(ZeroDivisionError), borrowed_tokenizer(model) as broken:
+        raise ZeroDivisionError
+    load = rollout_core.models.pretrained.load_tokenizer
+    with borrowed_tokenizer(model) as good:
+        assert good is not broken
+
+    def load_and_edit(folder: Path) -> Any:
+        tokenizer = load(folder)
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+        return tokenizer
+
+    (model / "chat_template.jinja").write_text("{{ messages }} ")
+    monkeypatch.setattr(rollout_core.models.pretrained, "load_tokenizer", load_and_edit)
+    with borrowed_tokenizer(model) as torn:
+        pass
+    monkeypatch.undo()
+    (model / "chat_template.jinja").write_text("{{ messages }} ")
+    with borrowed_tokenizer(model) as whole:
+        assert whole is not torn and whole.chat_template == "{{ messages }} "
 
 
 def test_a_tokenizer_is_copied_byte_for_byte_and_alone(tiny_model, tmp_path):
