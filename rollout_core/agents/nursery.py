@@ -78,11 +78,16 @@ class _Runner:
                 self.reason = message if message != READY else ""
         return is_ready
 
-    def end(self) -> None:
+    def kill(self, reason: str) -> None:
         """Kill its process group: it, unless it has ended, and what its agents have started."""
+        self.reason = reason
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
+
+    def end(self) -> None:
+        """Kill it, and wait until it has ended."""
+        self.kill(self.reason)
         self.process.join()
         self.said.close()
 
@@ -127,6 +132,10 @@ def _serve(connection: Connection, parent: int, runners: dict[int, _Runner]) -> 
             command, *arguments = receive(connection)
             if command == "start":
                 runners[arguments[0]] = _Runner(work, *arguments)
+            elif command == "kill":
+                number, reason = arguments
+                if number in runners:
+                    runners[number].kill(reason)
             elif command == "signal":
                 for runner in runners.values():
                     with contextlib.suppress(ProcessLookupError):

@@ -89,6 +89,8 @@ class RunnerProcesses:
         imports: modules that they share, see `Tracer.imports`.
         start_seconds: longest time until a runner says that it is ready for work, before all have been once; None: no
             limit.
+        reload_seconds: the same for one that is started again later, which is killed then, as one that has died; None:
+            no limit.
         output: the file that a runner of a number writes to; None: where this process does.
 
     Raises CannotBeImported where ``main`` cannot be handed to another process.
@@ -104,6 +106,7 @@ class RunnerProcesses:
         allowed_exit_codes: Sequence[int] = (0,),
         imports: Sequence[str] = (),
         start_seconds: float | None = None,
+        reload_seconds: float | None = None,
         output: Callable[[int], str | None] = lambda number: None,
     ) -> None:
         work = packed(main)
@@ -111,7 +114,7 @@ class RunnerProcesses:
         """Set when all have said that they are."""
         self._restarts = {number: Restarts(max_restarts, num_ended) for number in numbers}
         self._allowed = frozenset(allowed_exit_codes)
-        self._start_seconds, self._output = start_seconds, output
+        self._start_seconds, self._reload_seconds, self._output = start_seconds, reload_seconds, output
         self._started: dict[int, float] = {}
         self._alive: set[int] = set()
         self._loading: set[int] = set()
@@ -176,13 +179,17 @@ class RunnerProcesses:
             self._started[number] = now
             with contextlib.suppress(OSError):  # it has died, which `run` sees
                 send(self._connection, ["start", number, url, self._output(number)])
-        oldest = min((self._started[number] for number in self._loading), default=now)
-        is_first = not self.all_ready.is_set()
-        if self._start_seconds is not None and is_first and now - oldest > self._start_seconds:
-            raise ConfigError(
-                f"the agent was not loaded within {self._start_seconds:g} s; what takes so long at its import belongs "
-                "into the function"
-            )
+        limit = self._reload_seconds if self.all_ready.is_set() else self._start_seconds
+        late = [] if limit is None else [number for number in self._loading if now - self._started[number] > limit]
+        if not late:
+            return
+        why = f"the agent was not loaded within {limit:g} s; what takes so long at its import belongs into the function"
+        if not self.all_ready.is_set():
+            raise ConfigError(why)
+        for number in late:
+            self._loading.discard(number)
+            with contextlib.suppress(OSError):
+                send(self._connection, ["kill", number, why])
 
     async def _note_end(self, death: Death, on_death: OnDeath | None) -> None:
         number = death.number

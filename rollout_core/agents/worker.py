@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 120.0
 HEARTBEAT_SECONDS = 10.0
 END_SECONDS = 8.0
 """For what is under way when the process is to end; then it is cancelled, and stored as failed."""
-START_SECONDS = 120.0
+START_SECONDS, RELOAD_SECONDS = 120.0, 600.0
 """Longest time that a worker process may take to load the agent."""
 
 
@@ -159,6 +159,7 @@ def processes_for(order: WorkOrder, numbers: Sequence[int], **options: Any) -> R
         allowed_exit_codes=(),
         imports=[__name__, *OtelTracer().imports()],
         start_seconds=START_SECONDS,
+        reload_seconds=RELOAD_SECONDS,
         **options,
     )
 

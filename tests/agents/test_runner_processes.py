@@ -115,6 +115,27 @@ async def test_a_runner_that_is_started_again_may_take_longer_to_load(tmp_path):
         assert not running.done()
 
 
+async def test_a_runner_that_hangs_when_it_is_started_again_is_killed_as_often_as_one_may_die(tmp_path):
+    deaths: list[int] = []
+
+    async def note(number: int) -> None:
+        deaths.append(number)
+
+    processes = RunnerProcesses(
+        handed_over.waits_for_a_word_the_second_time, [0], max_restarts=2, start_seconds=LONG, reload_seconds=0.1
+    )
+    async with processes.running(str(tmp_path), end_seconds=LONG, on_death=note) as running:
+        await asyncio.wait_for(processes.all_ready.wait(), LONG)
+        os.kill(int((tmp_path / "first").read_text()), signal.SIGKILL)
+        with pytest.raises(Fatal) as caught:
+            await asyncio.wait_for(running, LONG)
+    assert str(caught.value) == (
+        "runner 0 was killed by SIGKILL: the agent was not loaded within 0.1 s; what takes so long at its import "
+        "belongs into the function; it was started again 2 times in a row, the limit (max_restarts)"
+    )
+    assert deaths == [0, 0, 0] and (tmp_path / "second").exists()
+
+
 async def test_a_run_fails_whose_nursery_is_killed_and_no_runner_is_left(tmp_path):
     processes = RunnerProcesses(handed_over.waits_beside_a_child, [0], max_restarts=1)
     async with processes.running(str(tmp_path), end_seconds=LONG) as running:
