@@ -147,6 +147,7 @@ class RunPages:
         laid_over = [other.id for other in others if other.id != head.id]
         recent = records.heads(lambda other: other.flow == head.flow, limit=OFFERED)
         suites = _by_suite(detail)
+        in_table = {each.label for by_moment in suites.values() for each in by_moment.values()}
         return self._pages.show(
             "run.html",
             request,
@@ -162,7 +163,7 @@ class RunPages:
             num_rows=len({call.stage for call in detail.calls}),
             stages=list(dict.fromkeys(call.stage for call in detail.calls)),
             config=json.dumps(detail.config, indent=2, ensure_ascii=False),
-            lists=sample_lists(self._sources.objects, detail),
+            lists=[each for each in sample_lists(self._sources.objects, detail) if each.label not in in_table],
             suites=suites,
             moments=in_order(suites.values()),
         )

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from deployments.ui.pages import Pages, link_of, number_of
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
+from rollout_core.evaluation.lm_eval_tasks import lower_is_better
 from rollout_core.evaluation.reports import Flip, SuiteComparison, SuiteReport, compare_reports
 from rollout_core.runs.evaluations import EvaluatedModel, Evaluation, evaluated_models, find_evaluated, read_evaluations
 from rollout_core.runs.run_records import RunHead, RunRecords
@@ -26,6 +27,10 @@ QUESTIONS_KEPT = 40_000
 """Of comparisons, which are kept with prompts and answers for the next of their pages, some KiB each."""
 
 
+_Compared = tuple[SuiteComparison, frozenset[str]]
+"""Two models, and the metrics of which less is better."""
+
+
 def routes(pages: Pages) -> list[Route]:
     """Of these pages."""
     own = SuitePages(pages)
@@ -39,7 +44,7 @@ class SuitePages:
         self._pages, self._sources = pages, pages.sources
         self._known: dict[ContentId, Sequence[Evaluation]] = {}
         """By the details of runs' records."""
-        self._compared: dict[tuple[SuiteReport, SuiteReport], SuiteComparison] = {}
+        self._compared: dict[tuple[SuiteReport, SuiteReport], _Compared] = {}
         """The last ones, oldest first."""
 
     def table(self, request: Request) -> Response:
@@ -74,7 +79,7 @@ class SuitePages:
             what = f"suite {suite!r:.40}" if suite else "no suite"
             raise ConfigError(f"{what} evaluated both {models[0].model[:12]} and {models[1].model[:12]}: choose others")
         sides = [model.evaluations[suite] for model in models]
-        compared = self._compare(sides[0][1].report, sides[1][1].report)
+        compared, falling = self._compare(sides[0][1].report, sides[1][1].report)
         which, offset = query.get("show", "flipped"), number_of(query.get("offset"), 0)
         chosen = _chosen(compared, which)
         return self._pages.show(
@@ -85,6 +90,8 @@ class SuitePages:
             suite=suite,
             sides=sides,
             compared=compared,
+            falling=falling,
+            unpaired=_unpaired(compared, *(each.report for _, each in sides)),
             questions=[(flip, shown_prompt(flip.prompt)) for flip in chosen[offset : offset + QUESTIONS]],
             total=len(chosen),
             which=which,
@@ -93,13 +100,14 @@ class SuitePages:
             link=link_of(query, model=[model.model for model in models]),
         )
 
-    def _compare(self, before: SuiteReport, after: SuiteReport) -> SuiteComparison:
-        """As of `compare_reports`, which takes seconds for ten thousand questions."""
+    def _compare(self, before: SuiteReport, after: SuiteReport) -> _Compared:
+        """Which takes seconds for ten thousand questions."""
         found = self._compared.pop((before, after), None)
         if found is None:
-            found = compare_reports(self._sources.objects, before, after, every=True)
+            compared = compare_reports(self._sources.objects, before, after, every=True)
+            found = compared, lower_is_better(self._sources.objects, after)
         kept = [*self._compared.items(), ((before, after), found)]
-        while len(kept) > 1 and sum(len(each.questions) for _, each in kept) > QUESTIONS_KEPT:
+        while len(kept) > 1 and sum(len(each.questions) for _, (each, _) in kept) > QUESTIONS_KEPT:
             kept.pop(0)
         self._compared = dict(kept)  # not changed in place: threads answer side by side
         return found
@@ -114,6 +122,14 @@ class SuitePages:
                 self._known.clear()
             found = self._known[head.detail] = read_evaluations(records, head)
         return found
+
+
+def _unpaired(
+    compared: SuiteComparison, before: SuiteReport, after: SuiteReport
+) -> list[tuple[str, float | None, float]]:
+    """Metrics that cannot be compared question by question, with both figures."""
+    known = {metric.name: metric.value for metric in before.metrics}
+    return [(each.name, known.get(each.name), each.value) for each in after.metrics if each.name not in compared.gains]
 
 
 def _chosen(compared: SuiteComparison, which: str) -> list[Flip]:

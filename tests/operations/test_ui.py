@@ -400,6 +400,26 @@ def test_no_more_questions_are_kept_than_there_is_room_for(
     assert [client.get(page).status_code for page in reversed(pages)] == [200, 404]
 
 
+def test_a_figure_that_is_no_mean_over_questions_is_shown_without_a_gain(
+    client: TestClient, filled: ObjectStore
+) -> None:
+    records = RunRecords(filled)
+    head, detail = records.detail(records.find(SECOND))
+    more = [{"name": "perplexity", "value": value, "num_questions": 4} for value in (5.0, 4.5)]
+
+    def with_more(each: StageCall) -> StageCall:
+        if each.kind != "SuiteReport":
+            return each
+        return each.model_copy(update={"result": {**each.result, "metrics": [*each.result["metrics"], more.pop(0)]}})
+
+    records.write(head, detail.model_copy(update={"calls": tuple(map(with_more, detail.calls))}))
+    page = client.get(f"/suites/compare?model={ONE}&model={OTHER}").text
+    expected = (
+        '<th class="long">perplexity</th><td>5.0000</td><td>4.5000</td><td colspan="2"><small>not paired by question'
+    )
+    assert expected in page and "+0.5000" in page
+
+
 def test_a_run_shows_its_suites_beside_the_held_out_reward(client: TestClient) -> None:
     page = client.get(f"/runs/{SECOND}").text
     assert re.search(r"<th>Suite</th><th>before</th><th>after PPO</th>", page)
@@ -628,6 +648,20 @@ def test_runs_are_searched_compared_and_looked_into(filled: ObjectStore, address
     assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
     page.get_by_text("Log, its last lines").click()
     page.wait_for_selector("text=gave no log")
+
+
+def test_the_same_moment_of_compared_runs_stands_at_the_same_place(address: str, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{address}/runs/{FIRST}")
+    first = ["before", "after SFT", "after iteration 2", "after iteration 10", "after PPO"]
+    second = ["before", "after iteration 5", "after iteration 10", "after GRPO"]
+    curves = [{"x": [1, 2, 3, 4, 5], "labels": first}, {"x": [1, 2, 3, 4], "labels": second}, {"x": [3, 7]}]
+    placed = page.evaluate("curves => aligned(curves).map((curve) => curve.x)", curves)
+    assert placed == [[1, 2, 3, 5, 6], [1, 4, 5, 7], [3, 7]]
+
+    ticks = "([width, last]) => spaced({bbox: {width: width * devicePixelRatio}}, 1, last, 100)"
+    assert page.evaluate(ticks, [1000, 5]) == [1, 2, 3, 4, 5]
+    assert page.evaluate(ticks, [300, 9]) == [1, 4, 7], "names do not overlap"
 
 
 def test_samples_and_rollouts_are_looked_for(filled: ObjectStore, address: str, browser: Any) -> None:

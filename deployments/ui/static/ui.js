@@ -33,6 +33,24 @@ function lines(curves) {
   return curves.flatMap((curve) => (curve.lower ? ["y", "upper", "lower"] : ["y"]).map((figures) => ({ curve, figures })));
 }
 
+// Curves over moments of several runs: the same moment stands at the same place in all of them. Curves over steps stay
+// as they are.
+function aligned(curves) {
+  const number = (label) => Number(label.match(/^after iteration (\d+)$/)?.[1] ?? 0);
+  const rank = (label) => ({ before: 0, "after SFT": 1 })[label] ?? (number(label) ? 2 : 3); // then what a run ends with
+  const moments = [...new Set(curves.flatMap((curve) => curve.labels || []))];
+  moments.sort((a, b) => rank(a) - rank(b) || number(a) - number(b));
+  return curves.map((curve) => (curve.labels ? { ...curve, x: curve.labels.map((label) => moments.indexOf(label) + 1) } : curve));
+}
+
+// The places of an axis whose names, of so many pixels, do not overlap: the first one, and every so many.
+function spaced(plot, first, last, pixels) {
+  const step = Math.max(1, Math.ceil((pixels * (last - first)) / (plot.bbox.width / devicePixelRatio || 1)));
+  const places = [];
+  for (let place = 1; place <= last; place += step) if (place >= first) places.push(place);
+  return places;
+}
+
 function draw(box, curves) {
   const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
   const drawn = lines(curves);
@@ -45,13 +63,14 @@ function draw(box, curves) {
   const bands = drawn.flatMap(({ curve, figures }, index) => (figures === "upper" ? [{ series: [index + 1, index + 2], fill: `${colored(curve)}2e` }] : []));
   const names = new Map(curves.flatMap((curve) => (curve.labels || []).map((label, index) => [curve.x[index], label])));
   const moments = names.size > 0; // and no steps
+  const letters = Math.max(...[...names.values()].map((name) => name.length), 0) * 7; // pixels of the longest name
   const options = {
     width: box.clientWidth - 2, height: 200, scales: { x: { time: false } }, bands,
-    axes: [moments ? { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100], values: (plot, ticks) => ticks.map((tick) => names.get(tick) ?? "") } : axis,
+    axes: [moments ? { ...axis, splits: (plot, axis, first, last) => spaced(plot, first, last, letters), values: (plot, ticks) => ticks.map((tick) => names.get(tick) ?? "") } : axis,
       { ...axis, size: 62, values: (plot, ticks) => ticks.map(short) }],
     series: [moments ? { label: "moment", value: (plot, place) => names.get(place) ?? "" } : { label: "step" }, ...series],
     cursor: { drag: { x: true, y: false } },
-    padding: [null, moments ? 40 : null, null, null], // the last moment's name is wider than a number
+    padding: [null, moments ? Math.max(16, letters / 2) : null, null, null], // of the last moment's name a half
   };
   return new uPlot(options, columns(curves), box);
 }
@@ -114,8 +133,8 @@ async function curvesInto(place) {
     return answer.json();
   }));
   const names = [...new Set(answers.flatMap((each) => each.curves.map((curve) => curve.name)))];
-  place.curves = new Map(names.map((name) => [name, answers.flatMap((each, index) =>
-    each.curves.filter((curve) => curve.name === name).map((curve) => ({ ...curve, run: each.run, place: index })))]));
+  place.curves = new Map(names.map((name) => [name, aligned(answers.flatMap((each, index) =>
+    each.curves.filter((curve) => curve.name === name).map((curve) => ({ ...curve, run: each.run, place: index }))))]));
   if (place.names !== names.join("\n")) frame(place, names);
   place.showAll();
 }
