@@ -105,7 +105,8 @@ def _complete(
     """Records of all shards, and the figures of the closing table."""
     run_id = str(flow_run.id)
     with (
-        open_fleet(config.shard_workers, run_id) as fleet,
+        # A run with a budget that is started again has one shard at most of which it does not yet know what it took.
+        open_fleet(config.shard_workers, run_id, in_turn=config.has_budget) as fleet,
         ShardsProgress(run_id, failures.num_samples, draws_bar=not config.output.events) as progress,
     ):
         work = FanOut(

@@ -12,10 +12,18 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from rollout_core.base.determinism import default_threads, numerics_identity, probe_device, usable_cores
 from rollout_core.config.base import Address, Settings
@@ -320,6 +328,24 @@ def refuse_decided(where: str, keys: Iterable[str]) -> None:
         raise ValueError(f"{where}.{decided[0]} is not for {where}: other settings or the question decide it")
 
 
+class TokenBudget(Described):
+    """The most that endpoints may take in a run. What a request could take is reserved before it is sent; the run stops
+    before one that could take more than is left, and continues with a larger budget."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: int | None = Field(default=None, ge=1)
+    """Of prompts and answers together."""
+    money: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """By ``prompt_price`` and ``answer_price``."""
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> TokenBudget:
+        if self.tokens is None and self.money is None:
+            raise ValueError("give tokens or money; got neither")
+        return self
+
+
 class TokenPrices(Described):
     """What an endpoint asks for its answers."""
 
@@ -333,8 +359,30 @@ class TokenPrices(Described):
         prompt, answer = (self.prompt_price or 0.0) * prompt_tokens, (self.answer_price or 0.0) * answer_tokens
         return (prompt + answer) / 1e6
 
+    def refuse_unpriced(self, budget: TokenBudget | None, name: str) -> None:
+        """Raise ValueError where a budget of money cannot be kept."""
+        if budget is not None and budget.money is not None and None in (self.prompt_price, self.answer_price):
+            raise ValueError(f"budget.money needs prompt_price and answer_price of each endpoint; {name} lacks one")
 
-class OpenAIBackend(Settings, TokenPrices):
+
+class PaidInference(TokenPrices):
+    """An endpoint that generates for a budget of its own."""
+
+    budget: TokenBudget | None = None
+    """Most tokens and money of a run. Changes no result."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        raise NotImplementedError("a subclass says which endpoint it is")
+
+    @model_validator(mode="after")
+    def _is_priced(self) -> Self:
+        self.refuse_unpriced(self.budget, self.name)
+        return self
+
+
+class OpenAIBackend(Settings, PaidInference):
     """An endpoint with OpenAI's API, such as one of ``vllm serve``. Its answers are taken for those of the configured
     model, whose tokenizer is used; that it serves this model is for its operator to see to."""
 
@@ -384,7 +432,7 @@ class OpenAIBackend(Settings, TokenPrices):
         }
 
 
-class EndpointModel(Settings):
+class EndpointModel(Settings, PaidInference):
     """A model at an endpoint, whose files are not here. Its answers count as those of ``model`` in ``revision`` at this
     address."""
 
@@ -443,6 +491,11 @@ class EndpointModel(Settings):
     def uri(self) -> str:
         """Which model it is, for people."""
         return f"{self.model} at {self.url}" + (f" ({self.revision})" if self.revision else "")
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.uri
 
     def cache_identity(self) -> Any:
         """What decides an answer."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rollout_core.base.templates import variables_of
-from rollout_core.config.inference import EndpointAddress, TokenPrices, refuse_decided
+from rollout_core.config.inference import EndpointAddress, TokenBudget, TokenPrices, refuse_decided
 from rollout_core.config.reward_settings import RewardSettings
 from rollout_core.config.templates import JinjaTemplate, required_variables
 
@@ -113,22 +113,6 @@ class JudgeScale(RewardSettings):
         return (given - self.lowest) / (self.highest - self.lowest) if self.normalise else given
 
 
-class JudgeBudget(RewardSettings):
-    """The most that the judges of a reward may take in a run. What a question could take is reserved before it is
-    asked; the run stops before one that could take more than is left, and continues with a larger budget."""
-
-    tokens: int | None = Field(default=None, ge=1)
-    """Of questions and answers together."""
-    money: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """By the prices of the judges."""
-
-    @model_validator(mode="after")
-    def _limits_something(self) -> JudgeBudget:
-        if self.tokens is None and self.money is None:
-            raise ValueError("give tokens or money; got neither")
-        return self
-
-
 class JudgeReward(RewardSettings):
     """What models at endpoints say of a completion, by a rubric; no question is asked again whose answer is kept."""
 
@@ -162,8 +146,8 @@ class JudgeReward(RewardSettings):
     when_unusable: Literal["abstain", "fail"] = "abstain"
     """Where an endpoint refuses a question and answers others, or its answer does not fit the schema after one question
     for repair: leave the completion without a score, or fail."""
-    budget: JudgeBudget | None = None
-    """Most tokens and money."""
+    budget: TokenBudget | None = None
+    """Most tokens and money of all judges together."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> JudgeReward:
@@ -172,10 +156,8 @@ class JudgeReward(RewardSettings):
         if len({judge.model_dump_json() for judge in self.judges}) < len(self.judges):
             raise ValueError("a judge is there twice; it would give the same answer again")
         self._check_template()
-        if self.budget is not None and self.budget.money is not None:
-            free = [each.name for each in self.judges if each.prompt_price is None or each.answer_price is None]
-            if free:
-                raise ValueError(f"budget.money needs prompt_price and answer_price of each judge; {free[0]} lacks one")
+        for judge in self.judges:
+            judge.refuse_unpriced(self.budget, judge.name)
         return self
 
     def _check_template(self) -> None:

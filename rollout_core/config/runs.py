@@ -24,6 +24,8 @@ from rollout_core.config.inference import (
     BackendConfig,
     EndpointModel,
     EngineConfig,
+    OpenAIBackend,
+    PaidInference,
     PlacementConfig,
     SamplingParams,
     VLLMBackend,
@@ -377,6 +379,14 @@ class FailurePolicy(Settings):
     """The run fails, and writes no output, when more than this share of its samples failed."""
 
 
+def _refuse_shared_budget(key: str, answering: object) -> None:
+    """Raise ValueError for a budget where workers of a cluster generate."""
+    if isinstance(answering, PaidInference) and answering.budget is not None:
+        raise ValueError(
+            f"{key}.budget is kept by one process, and a cluster's workers generate here; give one of both"
+        )
+
+
 class InferBatchConfig(Run):
     """`rollout infer batch`."""
 
@@ -399,7 +409,16 @@ class InferBatchConfig(Run):
             raise ValueError("placement has no table generation, and batch inference only generates; give one")
         if self.placement is not None and (self.workers.dask is not None or self.workers.count != 1):
             raise ValueError("placement and workers.dask or workers.count both say where shards run; give one of them")
+        if self.has_budget and self.shard_workers.count > 1:
+            raise ValueError("backend.budget has shards come one after another; leave out workers.count")
+        if self.shard_workers.dask is not None:
+            _refuse_shared_budget("backend", self.backend)
         return self
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether what generates is an endpoint with a budget."""
+        return isinstance(self.backend, OpenAIBackend) and self.backend.budget is not None
 
     @property
     def shard_workers(self) -> WorkersConfig:
@@ -424,6 +443,9 @@ class EvalConfig(PlacedRun):
     def _names_of_their_own(self) -> EvalConfig:
         if not self.suites:
             raise ValueError("suites is empty; give at least one")
+        if self.placement is not None and self.placement.generation is not None:
+            _refuse_shared_budget("model", self.model)
+            _refuse_shared_budget("backend", self.backend)
         names = [suite.name for suite in self.suites]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -370,6 +370,11 @@ def encode_failure(failure: Failure) -> bytes:
     return orjson.dumps(row, option=_DUMP)
 
 
+def usage_in(line: bytes) -> list[int] | None:
+    """The `usage` of an encoded completion; None where it has none."""
+    return orjson.loads(line).get("usage") if b'"usage":[' in line else None
+
+
 def decode_completions_blob(data: bytes) -> list[SampledCompletion]:
     """Rows of a completions blob, in order."""
     return [SampledCompletion(**{**row, "id": ContentId(row["id"])}) for row in map(orjson.loads, data.splitlines())]

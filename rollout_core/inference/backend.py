@@ -32,6 +32,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.data.text import token_ids_of
+from rollout_core.inference.spending import Account
 from rollout_core.models.pretrained import HeldTokenizer, renewed_tokenizer
 
 LOGPROB_NOISE = 1e-3
@@ -69,6 +70,8 @@ class Request:
     """A text whose log-probability is asked for, given the prompt: nothing is generated, and ``params`` do not count.
     It is what the last ``scored`` of ``prompt_token_ids`` write, or where that is 0, to follow ``prompt_text``."""
     scored: int = 0
+    account: Account | None = field(default=None, compare=False)
+    """In which an endpoint's answer counts."""
 
 
 def scored_completion(request: Request, logprobs: Sequence[float], *, greedy: bool) -> Completion:

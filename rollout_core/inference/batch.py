@@ -27,18 +27,18 @@ from rollout_core.data.samples import (
     Outcome,
     Sample,
     length_problem,
+    usage_in,
 )
 from rollout_core.inference.backend import Request
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, ShardStatus
+from rollout_core.inference.spending import Account
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, LightningStore
 from rollout_core.store.types import RolloutMode
 
 STALE_AFTER_SECONDS = 300.0
 """The attempts of a worker silent for longer may be taken over by another."""
-_USAGE = b'"usage":['
-"""In the line of a completion that has its usage."""
 COMMITS_AT_ONCE = 2
 """Commits under way while the engine generates; beyond that, samples wait in memory."""
 
@@ -64,21 +64,6 @@ class Progress:
 
 
 @dataclass
-class Usage:
-    """What answers of an endpoint took."""
-
-    answers: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-
-    def add(self, usage: Sequence[int]) -> None:
-        """Count an answer in, by the `usage` of its completion."""
-        self.answers += 1
-        self.prompt_tokens += usage[0]
-        self.answer_tokens += usage[1]
-
-
-@dataclass
 class Work:
     """What this run generated itself and the store took, for people: it differs from run to run."""
 
@@ -88,8 +73,6 @@ class Work:
     """Seconds from the engine's taking a request to its outcome."""
     waited_seconds: float = 0.0
     """Until the engine was ready, before anything could be generated: its start, other weights, its turn."""
-    usage: Usage = field(default_factory=Usage)
-    """Of all the set's answers by an endpoint, also those that were there before."""
 
     def add(self, drawn: Drawn) -> None:
         """Count an outcome in, if it is an engine's."""
@@ -99,8 +82,6 @@ class Work:
         self.latencies.append(drawn.latency)
         if not isinstance(drawn.outcome, Failure):
             self.tokens += len(drawn.outcome.token_ids)
-            if drawn.outcome.usage is not None:
-                self.usage.add(drawn.outcome.usage)
 
 
 class Drawn(NamedTuple):
@@ -136,6 +117,8 @@ class BatchOptions:
     stale_after_seconds: float = STALE_AFTER_SECONDS
     wait_seconds: float = 1.0
     """Time between looks at samples that another worker is generating."""
+    account: Account | None = None
+    """In which answers of an endpoint count, also those that are there before."""
 
 
 class Engine(Protocol):
@@ -281,6 +264,8 @@ class _BatchRun:
             elif standing.busy:
                 await asyncio.sleep(self.options.wait_seconds)
             if len(self._lines) == len(self._samples):
+                if (account := self.options.account) is not None:
+                    account.settle(self._order)
                 lines = [self._lines[sample] for sample in self._order]
                 return Completed(lines, [self._ended[sample] for sample in self._order], len(self._passing), self.work)
             # Someone else superseded our attempts, so we were not alone: from now on their claims are respected.
@@ -305,9 +290,10 @@ class _BatchRun:
         )
 
     def _note(self, standing: ShardStatus) -> None:
-        for sample, line in standing.done.items():
-            if sample not in self._lines and _USAGE in line and (usage := orjson.loads(line).get("usage")) is not None:
-                self.work.usage.add(usage)
+        if (account := self.options.account) is not None:
+            for sample, line in standing.done.items():
+                if sample not in self._lines and (usage := usage_in(line)) is not None:
+                    account.note(str(sample), usage)
         self._lines.update(standing.done)
         self._ended.update(standing.ended)
         self._failed |= standing.failed
@@ -402,6 +388,7 @@ class _BatchRun:
             ends=sample.ends,
             continuation=sample.continuation,
             scored=sample.scored,
+            account=self.options.account,
         )
 
     async def commit(self, group: Sequence[Drawn]) -> None:

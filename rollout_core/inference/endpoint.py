@@ -141,7 +141,7 @@ class Endpoint:
         """``table`` of the configuration, and the key ``names`` the model, for messages; ``key_header`` takes the key
         as it is, in place of a bearer token. Raises ConfigError where the key is not to be had."""
         self._config, self._table, self._names = config, table, names
-        self._pace = pace or Pace(config.max_concurrency)
+        self.pace = pace or Pace(config.max_concurrency)
         # Compressed, a short answer could fill the memory.
         headers = {"content-type": "application/json", "accept-encoding": "identity", **(headers or {})}
         self._key: Redaction | None = None
@@ -224,12 +224,12 @@ class Endpoint:
         for attempt in range(retries + 1):
             asked_to_wait, is_lost = 0.0, True
             try:
-                async with self._pace.turn(tokens):
+                async with self.pace.turn(tokens):
                     if meter is not None:
                         await meter.begin()
                     response, read = await self._answer(method, path, content, max_bytes)
                 if _is_success(response):
-                    self._pace.answered()
+                    self.pace.answered()
                     answer = orjson.loads(read)
                     if isinstance(answer, dict):
                         return answer
@@ -237,10 +237,10 @@ class Endpoint:
                 else:
                     is_lost = response.status in _GATEWAY_GAVE_UP
                     if response.status == THROTTLED:
-                        self._pace.throttled()
+                        self.pace.throttled()
                     self._refuse(response, read)
                     asked_to_wait = retry_after(response)
-                    self._pace.rest(asked_to_wait)
+                    self.pace.rest(asked_to_wait)
                     problem = f"HTTP {response.status}: {self._message(read)}"
             except orjson.JSONDecodeError:
                 problem = "the answer is no JSON"

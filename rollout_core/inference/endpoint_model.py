@@ -34,6 +34,7 @@ from rollout_core.inference.openai_wire import (
     usage_of,
 )
 from rollout_core.inference.pace import Pace, shared_pace
+from rollout_core.inference.spending import Account
 from rollout_core.models.messages import openai_messages
 
 _CHARACTERS_OF_A_TOKEN = 4
@@ -48,7 +49,8 @@ def endpoint_id(config: EndpointModel) -> ContentId:
 class EndpointEngine(EndpointStream):
     """An `InferenceBackend` whose model is the endpoint's own.
 
-    Raises ConfigError when the endpoint refuses access, and where it cannot score a continuation.
+    Requests without an account share one of the engine's. Raises ConfigError when the endpoint refuses access, and
+    where it cannot score a continuation.
     """
 
     max_model_len = None
@@ -56,6 +58,7 @@ class EndpointEngine(EndpointStream):
     def __init__(self, config: EndpointModel, model: ModelRef) -> None:
         self._config, self._model = config, model
         self._form = _openai_form(config)
+        self._account = Account(config, config.budget)
         self._has_scored = False
         limits = config.max_concurrency, config.requests_per_minute, config.tokens_per_minute
         pace = shared_pace(config.url, config.model, *limits)
@@ -71,15 +74,29 @@ class EndpointEngine(EndpointStream):
 
     async def ask(self, request: Request) -> Outcome:
         """Raises Malformed for an answer that is no outcome."""
-        body = body_of(self._config, request)
+        config = self._config
+
+        async def read(answer: Mapping[str, Any]) -> Outcome:
+            return self._read(request, answer)
+
         try:
-            answer = await self._endpoint.post(
-                path_of(self._config), body, longest_answer(request), tokens=_most_tokens(request)
+            return await self.post(
+                request.key,
+                path_of(config),
+                body_of(config, request),
+                read,
+                request.account or self._account,
+                api=config.api,
+                max_bytes=longest_answer(request),
+                longest_answer=request.params.max_tokens,
+                paced=_paced_tokens(request),
             )
         except (Passing, Unpaid) as error:
             return Failure(request.key, str(error), passing=True)
         except Refused as error:
             return Failure(request.key, str(error))
+
+    def _read(self, request: Request, answer: Mapping[str, Any]) -> Outcome:
         if self._form is None:
             return _anthropic_outcome(request, answer)
         try:
@@ -89,7 +106,9 @@ class EndpointEngine(EndpointStream):
                 raise no_scores(self._config.url) from None
             raise Malformed("it does not repeat the prompt with log-probabilities") from None
         self._has_scored = self._has_scored or bool(request.continuation)
-        if isinstance(outcome, Completion):
+        is_counted = None not in counted_tokens(answer, self._config.api)
+        # Where it is not counted, a budget is to hold all the same: by what was reserved.
+        if isinstance(outcome, Completion) and (is_counted or self._config.budget is None):
             outcome.usage = usage_of(request, answer, outcome)
         return outcome
 
@@ -106,7 +125,7 @@ def _endpoint(config: EndpointModel, pace: Pace | None = None) -> Endpoint:
     return Endpoint(config, table="model", names="model.model", pace=pace, **access)
 
 
-def _most_tokens(request: Request) -> int:
+def _paced_tokens(request: Request) -> int:
     prompt = request.prompt_text or "".join(str(message.get("content")) for message in request.messages)
     return len(prompt + request.continuation) // _CHARACTERS_OF_A_TOKEN + request.params.max_tokens
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollout_core.base.errors import Recoverable
-from rollout_core.data.samples import Failure, Outcome
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.backend import GathersStream, Request
-from rollout_core.inference.endpoint import Endpoint, Malformed
+from rollout_core.inference.endpoint import Endpoint, Malformed, Refused, counted_tokens
+from rollout_core.inference.spending import Account, BudgetSpent, Charge, Metered
 
 POLL_SECONDS = 0.02
 """Time between looks for further requests while there are none."""
@@ -42,8 +43,6 @@ class EndpointStream(GathersStream):
     batch_invariant = False
     gives_up = True
     """Whether the stream ends where nothing is answered any more. Else `ask` is to look at ``is_gone``."""
-    finishes_on: tuple[type[BaseException], ...] = ()
-    """Errors of a request after which the others that are under way are waited for, before the stream raises them."""
 
     def __init__(self, endpoint: Endpoint, max_concurrency: int) -> None:
         self._endpoint, self._most = endpoint, max_concurrency
@@ -72,6 +71,47 @@ class EndpointStream(GathersStream):
     async def ask(self, request: Request) -> Outcome:
         """The outcome of a request. Raises Malformed for an answer that is none."""
         raise NotImplementedError("a backend implements ask")
+
+    async def post(
+        self,
+        key: str,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[Mapping[str, Any]], Awaitable[Outcome]],
+        account: Account,
+        *,
+        api: str,
+        max_bytes: int,
+        longest_answer: int,
+        paced: int | None = None,
+    ) -> Outcome:
+        """What ``read`` makes of the answer to a body; what it takes counts in ``account``.
+
+        ``longest_answer`` in tokens; ``paced``: tokens that it is reckoned to take of a limit by the minute, where they
+        are not all that it can take. Raises as `Endpoint.post`, and BudgetSpent where there is no budget for it.
+        """
+        charge = most = account.most(body, longest_answer)
+        paced = most.tokens if paced is None else paced
+        meter = Metered(account, most)
+        try:
+            try:
+                answer = await self._endpoint.post(path, body, max_bytes, tokens=paced, meter=meter)
+            except (Refused, ConfigError):
+                meter.end(lost=False)
+                raise
+            prompt, given = counted_tokens(answer, api)
+            if prompt is not None and given is not None:
+                charge = account.charge(prompt, given)
+                self._endpoint.pace.give_back(paced - charge.tokens)
+            outcome = await read(answer)
+            if isinstance(outcome, Completion):
+                charge = _charge(account, outcome, charge)
+        except BaseException:
+            # Also where the process stops, or another request ends the stream: the endpoint works on, and is paid.
+            meter.took(charge)
+            raise
+        meter.took(charge, key if isinstance(outcome, Completion) else None)
+        return outcome
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         waiting = iter(requests)
@@ -103,7 +143,8 @@ class EndpointStream(GathersStream):
                 in_flight.remove(future)
                 try:
                     asked = future.result()
-                except self.finishes_on as raised:
+                except BudgetSpent as raised:
+                    # What is under way is paid for, so it is waited for.
                     error, exhausted = error or raised, True
                     continue
                 self._silent = 0 if asked.answered else self._silent + 1
@@ -149,6 +190,13 @@ class EndpointStream(GathersStream):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _charge(account: Account, completion: Completion, charge: Charge) -> Charge:
+    """By the completion's own count, where it has one that can be; else it gets that of ``charge``."""
+    if completion.usage is None:
+        completion.usage = charge.prompt_tokens, charge.answer_tokens
+    return account.charge(completion.usage[0], completion.usage[1])
 
 
 async def _cancel_others() -> None:

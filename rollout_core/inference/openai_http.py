@@ -6,6 +6,8 @@ An answer that is malformed fails its own sample, to be asked for again by the n
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
@@ -26,18 +28,20 @@ from rollout_core.inference.openai_wire import (
     usage_of,
 )
 from rollout_core.inference.pace import shared_pace
+from rollout_core.inference.spending import Account
 from rollout_core.models.facts import known_ids, vocab_size
 from rollout_core.models.pretrained import HeldTokenizer, renewed_tokenizer
 
 
 class OpenAIEngine(EndpointStream):
-    """An `InferenceBackend` over HTTP.
+    """An `InferenceBackend` over HTTP. Requests without an account share one of the engine's.
 
     Raises ConfigError when the endpoint refuses access or serves no such model, Recoverable when it does not answer.
     """
 
     def __init__(self, config: OpenAIBackend, model: ModelRef) -> None:
         self._config = config
+        self._account = Account(config, config.budget)
         self._understood = False
         """It has answered in the configured dialect, so it is no fault of the configuration where it does not."""
         self._held: HeldTokenizer | None = None
@@ -61,13 +65,28 @@ class OpenAIEngine(EndpointStream):
     async def ask(self, request: Request) -> Outcome:
         """Raises Malformed for an answer that is no outcome."""
         config, tokenizer = self._config, self._tokenizer
-        body = body_of(config, self._served, tokenizer, request)
+
+        async def read(answer: Mapping[str, Any]) -> Outcome:
+            return await self._read(request, answer)
+
         try:
-            answer = await self._endpoint.post(path_of(config), body, longest_answer(request))
+            return await self.post(
+                request.key,
+                path_of(config),
+                body_of(config, self._served, tokenizer, request),
+                read,
+                request.account or self._account,
+                api=config.api,
+                max_bytes=longest_answer(request),
+                longest_answer=request.params.max_tokens,
+            )
         except (Passing, Unpaid) as error:
             return Failure(request.key, str(error), passing=True)
         except Refused as error:
             return Failure(request.key, str(error))
+
+    async def _read(self, request: Request, answer: Mapping[str, Any]) -> Outcome:
+        config, tokenizer = self._config, self._tokenizer
         try:
             # Off the loop: tokenising a long text holds up no other request.
             outcome = await asyncio.to_thread(outcome_of, config, tokenizer, request, answer, self._vocab_size)

@@ -31,6 +31,7 @@ from rollout_core.inference.batch_runs import EventLog, FailureLimit, Reporting,
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
 from rollout_core.inference.shards import ShardWork
+from rollout_core.inference.spending import Account
 from rollout_core.inference.training_samples import FailedSamples, complete_batch
 from rollout_core.models.facts import max_positions
 from rollout_core.objects.records import Completions, PromptSet, ShardCompletions
@@ -38,7 +39,8 @@ from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.arguments import Arguments
-from tasks.runtime.journal import Speed, current_journal, stage_logger
+from tasks.runtime.endpoint_costs import generated_so_far
+from tasks.runtime.journal import Journal, Speed, current_journal, stage_logger
 from tasks.runtime.placement import shared_with
 from tasks.runtime.stage import current_stage
 
@@ -64,7 +66,6 @@ class Generation:
     """
 
     def __init__(self, model: ModelRef, backend: AnyBackend, workers: WorkersConfig | None, **options: Any) -> None:
-        self._backend = backend
         self._engine = EngineOf(backend, model, stage_logger().info)
         self._count = events.SampleCount(current_stage().name)
         self.is_exclusive = connections.storage_is_local() and (workers is None or workers.dask is None)
@@ -72,6 +73,11 @@ class Generation:
         if workers is not None:
             options["claim_size"] = workers.claimed_together
             options["stale_after_seconds"] = workers.stale_after_seconds
+        if isinstance(backend, OpenAIBackend | EndpointModel):
+            spending = generated_so_far(current_journal() or Journal(), backend, connections.objects())
+            options["account"] = Account(backend, backend.budget, spending)
+            if backend.budget is not None:
+                options["commit_size"] = 1  # it is paid for, so it is kept at once
         self._options = BatchOptions(exclusive=self.is_exclusive, generator=generator_id(backend), **options)
 
     def complete(
@@ -84,9 +90,6 @@ class Generation:
         """What ``job`` comes to, which completes samples, such as `complete_batch`; ``note`` hears how far it is."""
         record, work = self._run(job, inputs, note, more)
         self._count.end(work.samples, work.tokens)
-        journal = current_journal()
-        if journal is not None and isinstance(self._backend, OpenAIBackend) and work.usage.answers:
-            journal.asked.append((self._backend, work.usage))
         return record, work
 
     def assist(

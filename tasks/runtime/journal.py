@@ -18,10 +18,8 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config import OpenAIBackend
-from rollout_core.inference.batch import Usage
-from rollout_core.objects.records import EvalReport, Record, Scores
-from rollout_core.rewards.judges.spending import RunSpending
+from rollout_core.inference.spending import RunSpending
+from rollout_core.objects.records import Completions, EvalReport, Record, Scores, ShardCompletions
 
 CHECKED = "Checked"
 """State of a stage that always checks and rarely has to act: an import of unchanged files, a promotion."""
@@ -159,9 +157,10 @@ class Journal:
     """What scorings filed of judges (`Scores.judged`), also cached ones."""
     judging: RunSpending | None = None
     """What judges took, once somebody asked (`judged_so_far`)."""
-
-    asked: list[tuple[OpenAIBackend, Usage]] = field(default_factory=list)
-    """Of each stage that was computed and had samples completed by an endpoint, what that took."""
+    completed: list[ContentId] = field(default_factory=list)
+    """Completions of cached stages."""
+    generating: RunSpending | None = None
+    """What endpoints that generate took, once one is asked (`generated_so_far`)."""
 
     @property
     def has_judges(self) -> bool:
@@ -183,6 +182,8 @@ class Journal:
         self.entries.append(entry)
         if isinstance(entry.result, Scores | EvalReport) and entry.result.judged is not None:
             self.judged.append(entry.result.judged)
+        if isinstance(entry.result, Completions | ShardCompletions) and entry.state == CACHED:
+            self.completed.append(entry.result.completions)
         self.totals.setdefault(entry.stage, StageTotals()).add(entry, time.monotonic())
 
     def makers_for(self, named: Collection[ContentId]) -> dict[str, str]:

@@ -124,21 +124,23 @@ class Fleet(Protocol):
 
 
 @contextmanager
-def local_fleet(count: int) -> Iterator[Fleet]:
-    """Threads of this process, one more than workers: while their shards are generated, the next is made ready."""
+def local_fleet(count: int, *, in_turn: bool = False) -> Iterator[Fleet]:
+    """Threads of this process, one more than workers: while their shards are generated, the next is made ready, unless
+    they come ``in_turn``, each when the one before it is complete."""
     worker = this_worker()
     events.emit(events.WorkerStart(worker=worker, kind="threads", slots=count))
     try:
-        with ThreadPoolTaskRunner(max_workers=count + 1) as runner:
-            yield _Threads(runner, count)
+        at_once = 1 if in_turn else count + 1
+        with ThreadPoolTaskRunner(max_workers=at_once) as runner:
+            yield _Threads(runner, count, at_once)
     finally:
         events.emit(events.WorkerEnd(worker=worker, kind="threads"))
 
 
 class _Threads:
-    def __init__(self, runner: TaskRunner[Any], count: int) -> None:
+    def __init__(self, runner: TaskRunner[Any], count: int, at_once: int) -> None:
         self._runner = runner
-        self._count = count
+        self._count, self._at_once = count, at_once
 
     def average_workers(self) -> float:
         return self._count
@@ -149,7 +151,7 @@ class _Threads:
         under_way: dict[int, Submitted[R]] = {}
         waiting = iter(range(len(items)))
         while len(results) < len(items):
-            while len(under_way) <= self._count and (place := next(waiting, None)) is not None:
+            while len(under_way) < self._at_once and (place := next(waiting, None)) is not None:
                 submitted = work.submit(self._runner, items[place])
                 under_way[place] = submitted
                 submitted.when_done(lambda place=place: finished.put(place))

@@ -101,7 +101,7 @@ class RunSummary:
     @property
     def endpoints(self) -> dict[str, str]:
         """What endpoints took so far, for people."""
-        asked = [journal for journal in list(self.journals) if journal.has_judges or journal.asked]
+        asked = [journal for journal in list(self.journals) if journal.has_judges or journal.generating is not None]
         return endpoint_facts(asked) if asked else {}
 
     def _markdown(self, state: str) -> str:

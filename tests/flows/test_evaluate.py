@@ -17,10 +17,13 @@ from typer.testing import CliRunner
 
 from deployments.cli import app
 from rollout_core.base.errors import Fatal
-from rollout_core.config import EvalConfig
+from rollout_core.config import EndpointModel, EvalConfig, SamplingParams
 from rollout_core.evaluation.reports import SuiteReport, compare_reports
 from rollout_core.evaluation.suite_files import read_suite
 from rollout_core.inference import engines
+from rollout_core.inference.backend import Request
+from rollout_core.inference.endpoint_model import body_of
+from rollout_core.inference.spending import Account
 from rollout_core.runs.evaluations import evaluated_models, find_evaluated
 from rollout_core.runs.run_records import RunRecords
 from rollout_core.runs.run_samples import read_set, sample_sets
@@ -352,6 +355,52 @@ def test_an_evaluation_at_an_endpoint_keeps_each_answer_when_it_is_killed(
         assert process.returncode == 0, output[-4000:]
         assert len(server.asked) == 28 and finished_samples() == 40
         assert re.search(r"^many +accuracy +1\.0000 ", output, re.MULTILINE), output[-4000:]
+
+
+def test_a_killed_evaluation_at_an_endpoint_goes_on_within_the_same_budget(
+    folder: Path, start_process: Any, prefect_server: str
+):
+    questions = [{"prompt": f"say {n} ", "answer": str(n)} for n in range(10, 50)]
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "many.toml").write_text(
+        f'name = "many"\nrows = {{ path = "{folder}/many.jsonl" }}\nscorer = {{ kind = "exact_match" }}\n'
+        "sampling = { max_tokens = 16 }\n"
+    )
+    held = threading.Event()
+
+    def hold(count: int) -> None:
+        if count > 12:
+            held.wait()
+
+    with AnswerServer({row["prompt"]: row["answer"] for row in questions}, on_answer=hold) as server:
+        config = EndpointModel(kind="endpoint", url=server.url, model="wise")
+        request = Request("", (), SamplingParams(), 0, "say 10 ")
+        limit = Account(config).most(body_of(config, request), request.params.max_tokens).tokens + 250
+
+        def run(tokens: int) -> subprocess.Popen[str]:
+            command = ["eval", "run", server.url, "--served-model", "wise", "--suite", str(folder / "many.toml")]
+            command += ["--set", f"model.budget.tokens={tokens}", "--set", "model.max_concurrency=1"]
+            return start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server, "COLUMNS": "200"})
+
+        process = run(limit)
+        try:
+            wait_for(lambda: finished_samples() >= 12, "12 answers", process=process)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            held.set()
+        for expected in (14, 0):
+            server.asked.clear()
+            process = run(limit)
+            output, _ = process.communicate(timeout=500)
+            assert process.returncode != 0 and len(server.asked) == expected, output[-4000:]
+            assert f"generation has taken 260 of {limit} tokens of its budget" in " ".join(output.split())
+        process = run(100_000)
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0 and len(server.asked) == 14, output[-4000:]
+    records = RunRecords(objects())
+    facts = records.detail(records.heads()[0])[1].facts
+    assert facts[f"endpoint wise at {server.url}"] == "40 answers, 280 tokens of prompts and 120 of answers"
 
 
 PYTHON = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,19 @@ def test_usage_of_anthropics_form_that_cannot_be_is_not_believed(count: Any):
         server.usage = {"input_tokens": count}
         failed = answers(endpoint(server.url, api="anthropic"), "one")["one"]
     assert failed == Failure("one", "the answer is malformed: its usage counts no tokens", passing=True)
+
+
+def test_tokens_a_minute_that_an_answer_did_not_take_are_given_back():
+    # A second's worth each. If the 20,000 that are reckoned were taken, three seconds would be a minute.
+    params, moments = SamplingParams(max_tokens=20_000), []
+    with AnswerServer(
+        {str(n): "1" for n in range(4)}, on_answer=lambda count: moments.append(time.monotonic())
+    ) as server:
+        server.usage = {"input_tokens": 1_000, "output_tokens": 100}
+        config = endpoint(server.url, api="anthropic", tokens_per_minute=66_000, max_concurrency=1)
+        engine = EndpointEngine(config, ModelRef(endpoint_id(config), Path()))
+        try:
+            found = list(engine.stream([Request(str(n), (), params, 0, str(n)) for n in range(4)]))
+        finally:
+            engine.close()
+    assert len(found) == 4 and 1.5 <= moments[-1] - moments[0] < 30

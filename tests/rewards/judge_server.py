@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from rollout_core.config.judges import JudgeEndpoint
+from rollout_core.inference.spending import Account
+from rollout_core.rewards.judges.engine import body_of
+from rollout_core.rewards.judges.questions import Question
 from tests.support.json_server import JsonServer
 
 ANSWER = re.compile(r"<answer-[0-9a-f]{16}>\n(.*?)\n</answer-[0-9a-f]{16}>", re.S)
@@ -94,6 +98,11 @@ class JudgeServer:
         if send(handler, 200, {**answer, "usage": self.usage or usage}):
             with self._lock:
                 self.answered[json.dumps(body["messages"])] += 1
+
+
+def most_taken(judge: JudgeEndpoint, question: Question) -> int:
+    """Tokens that are reserved for a question."""
+    return Account(judge).most(body_of(judge, question), judge.longest_answer).tokens
 
 
 def answers_in(body: dict[str, Any]) -> list[str]:

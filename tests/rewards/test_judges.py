@@ -14,19 +14,20 @@ from pydantic import ValidationError
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.settings import SECRET_PREFIX
-from rollout_core.config.judges import JudgeBudget, JudgeReward
+from rollout_core.config.inference import TokenBudget
+from rollout_core.config.judges import JudgeReward
 from rollout_core.config.rewards import CompositeReward
 from rollout_core.inference.endpoint_stream import LONE_FAILURES
 from rollout_core.inference.pace import shared_pace
+from rollout_core.inference.spending import BudgetSpent
 from rollout_core.models.locating import Unchecked
-from rollout_core.rewards.judges.engine import most_taken, try_judge
+from rollout_core.rewards.judges.engine import try_judge
 from rollout_core.rewards.judges.judging import TIMES_ASKED, Judges
 from rollout_core.rewards.judges.questions import fence, questions_of
-from rollout_core.rewards.judges.spending import BudgetSpent
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, judge, score
 from rollout_core.rewards.source_ids import source_id
-from tests.rewards.judge_server import TOKENS, JudgeServer, answers_in, hang_up, honest, send, status
+from tests.rewards.judge_server import TOKENS, JudgeServer, answers_in, hang_up, honest, most_taken, send, status
 
 
 @pytest.fixture
@@ -456,7 +457,7 @@ def test_the_budget_stops_before_the_question_that_could_exceed_it_and_a_larger_
     prices = {"prompt_price": 1.0, "answer_price": 10.0, "max_concurrency": 3}
     inputs = inputs_of(*("x" * n for n in range(10)))
     free = spec_of(server, judge=prices)
-    limit = most_taken(free.judges[0], questions_of(free, inputs)[0][-1]).tokens + 3 * sum(TOKENS)
+    limit = most_taken(free.judges[0], questions_of(free, inputs)[0][-1]) + 3 * sum(TOKENS)
     first = Judges(spec_of(server, judge=prices, budget={"tokens": limit}), None, print)
     with pytest.raises(BudgetSpent, match=rf"200 of {limit:,} tokens.*raise budget.tokens and run the same again"):
         first(inputs)
@@ -509,7 +510,7 @@ def test_a_call_that_is_broken_off_counts_in_full(server):
             judges(inputs)
     finally:
         release.set()
-    assert judges.spending.tokens == most_taken(spec.judges[0], questions_of(spec, inputs)[0][0]).tokens
+    assert judges.spending.tokens == most_taken(spec.judges[0], questions_of(spec, inputs)[0][0])
 
 
 @pytest.mark.parametrize(("code", "counts"), [(429, False), (500, False), (503, False), (504, True), (524, True)])
@@ -522,9 +523,9 @@ def test_a_gateway_that_gave_up_may_have_been_answered_and_counts_in_full(server
 
 def test_a_lost_answer_needs_budget_for_another_question_only_where_that_is_asked(server):
     spec = spec_of(server, judge={"max_retries": 0}, when_down="fail")
-    most = most_taken(spec.judges[0], questions_of(spec, inputs_of("x"))[0][0]).tokens
+    most = most_taken(spec.judges[0], questions_of(spec, inputs_of("x"))[0][0])
     server.mishaps.append(hang_up)
-    judges = Judges(spec.model_copy(update={"budget": JudgeBudget(tokens=most)}), None, print)
+    judges = Judges(spec.model_copy(update={"budget": TokenBudget(tokens=most)}), None, print)
     with pytest.raises(Recoverable, match="no answer"):
         judges(inputs_of("x"))
     assert judges.spending.tokens == most

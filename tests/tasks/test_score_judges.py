@@ -17,11 +17,10 @@ from rollout_core.config.judges import JudgeReward
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, Scores
-from rollout_core.rewards.judges.engine import most_taken
 from rollout_core.rewards.judges.questions import questions_of
 from rollout_core.rewards.scores import reward_inputs
 from rollout_core.rewards.source_ids import source_id
-from tests.rewards.judge_server import TOKENS, JudgeServer
+from tests.rewards.judge_server import TOKENS, JudgeServer, most_taken
 
 pytestmark = pytest.mark.server
 
@@ -90,7 +89,7 @@ def test_the_budget_and_the_figures_are_of_the_whole_run_also_of_what_was_cached
             return JudgeReward.model_validate({"judges": [endpoint], **settings})
 
         free = spec_of()
-        most = most_taken(free.judges[0], questions_of(free, reward_inputs(objects(), second))[0][1]).tokens
+        most = most_taken(free.judges[0], questions_of(free, reward_inputs(objects(), second))[0][1])
         small = spec_of(budget={"tokens": most + 3 * sum(TOKENS)})
         with pytest.raises(Fatal, match=r"judging has taken 200 of .*raise budget.tokens and run the same") as stopped:
             run(small, first, second)

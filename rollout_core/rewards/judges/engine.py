@@ -21,14 +21,13 @@ from rollout_core.inference.endpoint import (
     Passing,
     Refused,
     Unpaid,
-    counted_tokens,
     look_for_model,
 )
 from rollout_core.inference.endpoint_stream import EndpointStream
 from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.pace import Pace, shared_pace
+from rollout_core.inference.spending import Account
 from rollout_core.rewards.judges.questions import Question, judge_id
-from rollout_core.rewards.judges.spending import MARGIN, BudgetSpent, Charge, Metered, Spending
 
 MAX_ANSWER_BYTES = 2**20
 """Besides the tokens of an answer."""
@@ -40,7 +39,7 @@ class JudgeCall:
 
     spec: JudgeReward
     judge: JudgeEndpoint
-    spending: Spending
+    account: Account
     on_line: Callable[[str], None]
     questions: dict[str, Question] = field(default_factory=dict)
     """By id."""
@@ -87,15 +86,14 @@ class JudgeEngine(EndpointStream):
     """Asks a judge questions by their ids."""
 
     max_model_len = None
-    finishes_on = (BudgetSpent,)
 
     def __init__(self, call: JudgeCall) -> None:
         self._call, judge = call, call.judge
         limits = judge.max_concurrency, judge.requests_per_minute, judge.tokens_per_minute
-        self._pace = shared_pace(judge.url, judge.model, *limits)
         self._has_told = False
         self.gives_up = call.spec.when_down != "abstain"
-        super().__init__(_endpoint(judge, self._pace), judge.max_concurrency)
+        pace = shared_pace(judge.url, judge.model, *limits)
+        super().__init__(_endpoint(judge, pace), judge.max_concurrency)
 
     @property
     def model_id(self) -> ContentId:
@@ -148,39 +146,25 @@ class JudgeEngine(EndpointStream):
 
     async def _ask_once(self, question: Question) -> Outcome:
         call, judge, key = self._call, self._call.judge, str(question.id)
-        charge = most = most_taken(judge, question)
-        meter = Metered(call.spending, most, call.spec.budget)
-        try:
-            limit = MAX_ANSWER_BYTES + TOKEN_CHARACTERS * judge.longest_answer
-            body = body_of(judge, question)
-            answer = await self._endpoint.post(path_of(judge), body, limit, tokens=most.tokens, meter=meter)
+
+        async def read(answer: Mapping[str, Any]) -> Outcome:
             call.has_answered, call.refused_in_row = True, 0
-            charge = _charge(judge, answer, most)
-            self._pace.give_back(most.tokens - charge.tokens)
-            outcome = _outcome(judge, key, answer, charge)
-        except (Refused, ConfigError):
-            meter.end(lost=False)
-            raise
-        except BaseException:
-            # Also where the process stops, or another request ends the stream: the endpoint works on, and is paid.
-            meter.took(charge)
-            raise
-        meter.took(charge, key if isinstance(outcome, Completion) else None)
+            return _outcome(judge, key, answer)
+
+        outcome = await self.post(
+            key,
+            path_of(judge),
+            body_of(judge, question),
+            read,
+            call.account,
+            api=judge.api,
+            max_bytes=MAX_ANSWER_BYTES + TOKEN_CHARACTERS * judge.longest_answer,
+            longest_answer=judge.longest_answer,
+        )
         if self._has_told:
             self._has_told = False
             call.on_line(f"{judge.name} answers again")
         return outcome
-
-
-def most_taken(judge: JudgeEndpoint, question: Question) -> Charge:
-    """That an answer can take: a token for each byte of the question, and the longest answer."""
-    prompt = sum(len(message["content"].encode()) + MARGIN for message in question.messages) + MARGIN
-    return charged(judge, prompt, judge.longest_answer)
-
-
-def charged(judge: JudgeEndpoint, prompt_tokens: int, answer_tokens: int) -> Charge:
-    """What an answer of so many tokens takes."""
-    return Charge(judge.name, prompt_tokens, answer_tokens, judge.price_of(prompt_tokens, answer_tokens))
 
 
 def _endpoint(judge: JudgeEndpoint, pace: Pace | None = None) -> Endpoint:
@@ -210,13 +194,7 @@ def body_of(judge: JudgeEndpoint, question: Question) -> dict[str, Any]:
     return {**body, **judge.body}
 
 
-def _charge(judge: JudgeEndpoint, answer: Mapping[str, Any], most: Charge) -> Charge:
-    """By the endpoint's count; all that was reserved, where it counts nothing that can be."""
-    prompt, given = counted_tokens(answer, judge.api)
-    return most if prompt is None or given is None else charged(judge, prompt, given)
-
-
-def _outcome(judge: JudgeEndpoint, key: str, answer: Mapping[str, Any], charge: Charge) -> Outcome:
+def _outcome(judge: JudgeEndpoint, key: str, answer: Mapping[str, Any]) -> Outcome:
     """Raises Malformed where the answer is none."""
     try:
         if judge.api == "anthropic":
@@ -233,7 +211,7 @@ def _outcome(judge: JudgeEndpoint, key: str, answer: Mapping[str, Any], charge: 
     if reason not in ("stop", "length"):
         # An abort is the server's doing and may go away; a filter will answer the same again.
         return Failure(key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
-    return Completion(key, (), (), text, reason, usage=(charge.prompt_tokens, charge.answer_tokens))
+    return Completion(key, (), (), text, reason)
 
 
 def try_judge(judge: JudgeEndpoint) -> None:

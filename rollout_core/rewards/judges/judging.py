@@ -13,15 +13,15 @@ from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.stopping import run_async
 from rollout_core.config import SamplingParams
-from rollout_core.config.judges import JudgeEndpoint, JudgeReward
+from rollout_core.config.judges import JudgeReward
 from rollout_core.data.samples import Sample, SampledCompletion, decode_completions_blob, encode_samples
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.endpoint_stream import LONE_FAILURES
 from rollout_core.inference.ledger import SampleLedger, this_worker
-from rollout_core.rewards.judges.engine import JudgeCall, JudgeModel, charged
+from rollout_core.inference.spending import Account, Spending
+from rollout_core.rewards.judges.engine import JudgeCall, JudgeModel
 from rollout_core.rewards.judges.kept_answers import AnswerLedger
 from rollout_core.rewards.judges.questions import Question, Unusable, questions_of, read_answer, repair_of
-from rollout_core.rewards.judges.spending import Spending
 from rollout_core.rewards.scoring import RewardInput, Score, places
 
 GENERATOR = "judge/1"
@@ -113,7 +113,9 @@ class Judges:
         spec = self._spec
         questions, wrong = questions_of(spec, inputs)
         judgement = Judgement(self.reward, [[] for _ in inputs])
-        calls = [JudgeCall(spec, judge, self.spending, self._on_line) for judge in spec.judges]
+        calls = [
+            JudgeCall(spec, judge, Account(judge, spec.budget, self.spending), self._on_line) for judge in spec.judges
+        ]
         readings = await self._readings(questions, calls, judgement)
         self._tell(readings.values(), calls, judgement)
         given: list[dict[int, list[float | None]]] = [{} for _ in inputs]
@@ -229,7 +231,7 @@ class Judges:
             generator=options.generator,
         )
         standing = await ledger.shard_status([sample.id for sample in samples], exclusive=False, unknown_are_free=True)
-        self._charge(judge, standing.done.values(), judgement)
+        _charge(call.account, standing.done.values(), judgement)
         call.has_answered = call.has_answered or bool(standing.done)
         source = await asyncio.to_thread(objects.put_bytes, encode_samples(samples))
         params = SamplingParams(max_tokens=judge.longest_answer, temperature=judge.temperature)
@@ -245,7 +247,7 @@ class Judges:
                 worker_id=this_worker(),
                 options=options,
             )
-            self._charge(judge, completed.lines, judgement)
+            _charge(call.account, completed.lines, judgement)
             if not call.has_answered and call.refused and call.refused.issuperset(call.unanswered):
                 raise call.refuses_all(call.unanswered[min(call.refused)])
             last_refused = call.refused_in_row if last_refused < 0 else last_refused
@@ -263,13 +265,12 @@ class Judges:
             )
         return {str(row.id): row for row in decode_completions_blob(b"".join(completed.lines))}
 
-    def _charge(self, judge: JudgeEndpoint, lines: Iterable[bytes], judgement: Judgement) -> None:
-        """Count in what kept answers took."""
-        for row in decode_completions_blob(b"".join(lines)):
-            if row.usage is not None:
-                charge = charged(judge, *row.usage)
-                judgement.charges[str(row.id)] = charge
-                self.spending.note(str(row.id), charge)
+
+def _charge(account: Account, lines: Iterable[bytes], judgement: Judgement) -> None:
+    """Count in what kept answers took."""
+    for row in decode_completions_blob(b"".join(lines)):
+        if row.usage is not None:
+            judgement.charges[str(row.id)] = account.note(str(row.id), row.usage)
 
 
 def _read(question: Question, answer: SampledCompletion) -> _Reading:

@@ -41,10 +41,11 @@ def placed(config: Run, flow_run_id: str) -> Iterator[None]:
 
 
 @contextmanager
-def open_fleet(workers: WorkersConfig, run_id: str) -> Iterator[Fleet]:
-    """The workers of a run that fans out, on this machine or a cluster, for the length of the block."""
+def open_fleet(workers: WorkersConfig, run_id: str, *, in_turn: bool = False) -> Iterator[Fleet]:
+    """The workers of a run that fans out, on this machine or a cluster, for the length of the block. ``in_turn``: as of
+    `local_fleet`, and only there."""
     if workers.dask is None:
-        with local_fleet(workers.count) as fleet:
+        with local_fleet(workers.count, in_turn=in_turn) as fleet:
             yield fleet
     else:
         # Dask need not be installed for workers of this machine.
