@@ -35,7 +35,6 @@ from rollout_core.inference.openai_wire import (
 )
 from rollout_core.inference.pace import Pace, shared_pace
 from rollout_core.inference.spending import Account
-from rollout_core.models.messages import openai_messages
 
 _CHARACTERS_OF_A_TOKEN = 4
 """About, of what a request is reckoned to take of a limit by the minute."""
@@ -146,16 +145,15 @@ def body_of(config: EndpointModel, request: Request) -> dict[str, Any]:
 
 def _anthropic_body(config: EndpointModel, request: Request) -> dict[str, Any]:
     params = request.params
-    messages = openai_messages(request.messages) or [{"role": "user", "content": request.prompt_text}]
-    system = [message["content"] for message in messages if message["role"] == "system"]
+    messages = request.messages or [{"role": "user", "content": request.prompt_text}]
     body: dict[str, Any] = {
         "model": config.model,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "messages": [message for message in messages if message["role"] != "system"],
+        **anthropic_wire.conversation(messages),
     }
-    if system:
-        body["system"] = "\n\n".join(system)
+    if request.tools:
+        body["tools"] = anthropic_wire.tools_of(request.tools)
     # Models of theirs refuse temperature and top_p together.
     if params.top_p != 1.0:
         body["top_p"] = params.top_p

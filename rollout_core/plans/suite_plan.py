@@ -17,6 +17,7 @@ from rollout_core.evaluation.choices import continued
 from rollout_core.evaluation.lm_eval_tasks import Drawn, ask_tasks, continuations
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.suite_files import function_rows
+from rollout_core.inference.anthropic_wire import conversation, tools_of
 from rollout_core.inference.backend import cannot_score
 from rollout_core.inference.endpoint_model import try_endpoint_model
 from rollout_core.plans.plan import context_limit
@@ -79,16 +80,28 @@ def check_suite(plan: LearnerPlan, suite: Suite | LmEvalSuite, backend: AnyBacke
 def _form(plan: LearnerPlan, key: str, rows: Sequence[PromptRow], backend: EndpointModel) -> None:
     """The endpoint takes prompts of this form."""
     for number, row in enumerate(rows, start=1):
-        if row.messages is not None and backend.api == "completions":
-            problem = (
-                "a conversation, and api 'completions' takes texts; take api 'chat', or give the suite a prompt.text"
+        if (problem := _problem_with_form(row, backend)) is not None:
+            plan.violations.append(f"{key}: row {number} has {problem}")
+            return
+
+
+def _problem_with_form(row: PromptRow, backend: EndpointModel) -> str | None:
+    if row.messages is None:
+        return None
+    if backend.api == "completions":
+        return "a conversation, and api 'completions' takes texts; take api 'chat', or give the suite a prompt.text"
+    if backend.api == "anthropic":
+        try:
+            conversation([message.plain() for message in row.messages])
+        except ValueError as error:
+            return f"a conversation that api 'anthropic' refuses: {error}; mend it, or leave the row out"
+        try:
+            tools_of(row.tools or ())
+        except (LookupError, TypeError):
+            return (
+                "a tool that is not described in OpenAI's form; give it as {type = 'function', function = {name = ...}}"
             )
-        elif row.tools and backend.api == "anthropic":
-            problem = "tools, which are not sent in the form of api 'anthropic'; leave them out"
-        else:
-            continue
-        plan.violations.append(f"{key}: row {number} has {problem}")
-        return
+    return None
 
 
 def _choices(

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from rollout_core.config import EndpointModel, SamplingParams
-from rollout_core.data.samples import Failure
+from rollout_core.data.samples import Completion, Failure
 from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.endpoint_model import EndpointEngine, endpoint_id
+from rollout_core.models.messages import ChatMessage
 from tests.support.answer_server import AnswerServer
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24)
@@ -83,3 +84,56 @@ def test_tokens_a_minute_that_an_answer_did_not_take_are_given_back():
         finally:
             engine.close()
     assert len(found) == 4 and 1.5 <= moments[-1] - moments[0] < 30
+
+
+def call(name: str, key: str | None = None, **arguments: Any) -> dict[str, Any]:
+    found = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return found if key is None else {**found, "id": key}
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a town.", "parameters": {"x": 1}}}
+
+
+def test_calls_of_tools_and_their_answers_are_blocks_of_anthropics_form():
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Where is it warmer?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call("weather", town="Ulm"), call("weather", "b")]},
+        {"role": "tool", "content": "3", "tool_call_id": "b"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": None, "tool_calls": [call("clock")], "reasoning_content": "hm"},
+        {"role": "tool", "content": "noon"},
+        {"role": "user", "content": "one"},
+    ]
+    rows = [ChatMessage.model_validate(message).plain() for message in messages]
+    with AnswerServer({"one": "1"}) as server:
+        config = endpoint(server.url, api="anthropic")
+        engine = EndpointEngine(config, ModelRef(endpoint_id(config), Path()))
+        try:
+            [outcome] = engine.stream([Request("a", (), PARAMS, 0, messages=rows, tools=[WEATHER])])
+        finally:
+            engine.close()
+        [body] = server.asked
+    assert isinstance(outcome, Completion) and body["system"] == "Be brief."
+    assert body["tools"] == [{"name": "weather", "description": "Of a town.", "input_schema": {"x": 1}}]
+    assert body["messages"] == [
+        {"role": "user", "content": "Where is it warmer?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"town": "Ulm"}},
+                {"type": "tool_use", "id": "b", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "b", "content": "3"},
+                {"type": "tool_result", "tool_use_id": "call_1", "content": "4"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_3", "name": "clock", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_3", "content": "noon"}]},
+        {"role": "user", "content": "one"},
+    ]

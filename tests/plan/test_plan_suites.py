@@ -322,6 +322,33 @@ def test_what_an_endpoint_cannot_do_is_refused(api: str, suites: dict[str, Any],
                 plan({**QUESTION, **suites}, model=model)
 
 
+CALL = {"role": "assistant", "tool_calls": [{"id": "a", "name": "clock"}]}
+TOLD = {"role": "tool", "content": "noon", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tool", "expected"),
+    [
+        ([CALL, TOLD], {"type": "function", "function": {"name": "clock"}}, None),
+        ([CALL], None, "the last message calls a tool and has no answer; mend it, or leave the row out"),
+        ([CALL, {"role": "user", "content": "well?"}], None, "message 3 follows a call of a tool that has no answer"),
+        ([CALL, TOLD, TOLD], None, "message 4 answers a call of a tool that is not there"),
+        ([TOLD], None, "message 2 answers a call of a tool that is not there"),
+        ([CALL, TOLD], {"name": "clock"}, "row 1 has a tool that is not described in OpenAI's form"),
+    ],
+)
+def test_calls_of_tools_that_anthropics_form_refuses_are_named(messages: Any, tool: Any, expected: str | None):
+    row = {"messages": [{"role": "user", "content": "When?"}, *messages], "answer": "noon"}
+    jsonl(Path("calls.jsonl"), row if tool is None else {**row, "tools": [tool]})
+    suite = {"name": "calls", "rows": {"path": "calls.jsonl"}, "scorer": {"kind": "exact_match"}}
+    with AnswerServer() as server:
+        model = {**ENDPOINT, "url": server.url, "api": "anthropic"}
+        if expected is None:
+            assert plan(suite, model=model)["model"] == f"wise at {server.url}"
+        else:
+            assert expected in refusal(suite, model=model)
+
+
 @pytest.mark.parametrize("api", ["chat", "anthropic"])
 def test_choices_at_an_endpoint_of_messages_are_refused_before_anything_is_asked(api: str):
     jsonl(Path("picks.jsonl"), {"question": "sort 2 1", "choices": ["1 2", "2 1"], "answer": "A"})
