@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from rollout_core.base.errors import ConfigError, shown
 from rollout_core.base.templates import variables_of
 from rollout_core.config.inference import EndpointAddress, TokenBudget, TokenPrices, refuse_decided
 from rollout_core.config.reward_settings import RewardSettings
@@ -13,6 +15,8 @@ from rollout_core.config.templates import JinjaTemplate, required_variables
 
 GIVEN_NAMES = ("prompt", "completion", "completions", "reference", "rubric", "lowest", "highest", "row")
 """That every template knows, besides the keys of the prompt's row."""
+CHOICES = {"completion": 1.0, "reference": 0.0, "tie": 0.5}
+"""Of a person, in a pair."""
 
 
 class JudgeEndpoint(RewardSettings, TokenPrices):
@@ -116,7 +120,7 @@ class JudgeScale(RewardSettings):
 class JudgeReward(RewardSettings):
     """What models at endpoints say of a completion, by a rubric; no question is asked again whose answer is kept."""
 
-    identity_without_default: ClassVar[frozenset[str]] = frozenset({"when_down", "when_unusable"})
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"when_down", "when_unusable", "human_key"})
 
     kind: Literal["judge"] = "judge"
     judges: tuple[JudgeEndpoint, ...] = Field(min_length=1)
@@ -133,6 +137,10 @@ class JudgeReward(RewardSettings):
     row, which every row has to have, except ``{{ key | default('') }}``. How to answer is said in another message."""
     reference_key: str | None = Field(default=None, min_length=1)
     """Key of the prompt's row with a reference answer. Default: none is shown; ``pairwise`` needs one."""
+    human_key: str | None = Field(default=None, min_length=1)
+    """Key of the prompt's row with a person's judgement of the completion: with ``score`` a number of the scale, with
+    ``pairwise`` what the person chose, ``completion``, ``reference`` or ``tie``. An evaluation then says how judge and
+    people agree, on the rows that have it; it changes no score. Default: none is looked for."""
     scale: JudgeScale = JudgeScale()
     """Of ``score`` and ``ranking``."""
     vote: Literal["mean", "median", "majority"] = "mean"
@@ -153,6 +161,11 @@ class JudgeReward(RewardSettings):
     def _fits_together(self) -> JudgeReward:
         if self.mode == "pairwise" and self.reference_key is None:
             raise ValueError('mode = "pairwise" compares with a reference answer; name its key as reference_key')
+        if self.mode == "ranking" and self.human_key is not None:
+            raise ValueError(
+                'mode = "ranking" gives numbers relative to other completions, and a person judges one by itself; '
+                "leave out human_key"
+            )
         if len({judge.model_dump_json() for judge in self.judges}) < len(self.judges):
             raise ValueError("a judge is there twice; it would give the same answer again")
         self._check_template()
@@ -169,6 +182,26 @@ class JudgeReward(RewardSettings):
         if variables_of(self.template).isdisjoint(names):
             wanted = " or ".join(f"{{{{ {name} }}}}" for name in names)
             raise ValueError(f"the template does not show what mode = {self.mode!r} judges; expected {wanted} in it")
+
+    def human_judgement(self, row: Mapping[str, Any]) -> float | None:
+        """What a person says of a row's completion: a number of the scale, or of a pair 1, 0 or 0.5; None where the row
+        does not say. Raises ConfigError for what is none of these."""
+        value = None if self.human_key is None else row.get(self.human_key)
+        if value is None:
+            return None
+        if self.mode == "pairwise":
+            found, expected = (
+                CHOICES.get(value) if isinstance(value, str) else None,
+                "'completion', 'reference' or 'tie'",
+            )
+        else:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            lowest, highest = self.scale.lowest, self.scale.highest
+            found = float(value) if is_number and lowest <= value <= highest else None
+            expected = f"a number from {lowest:g} to {highest:g}"
+        if found is None:
+            raise ConfigError(f"{self.human_key} is {shown(value)}; expected {expected}, as a person judges it")
+        return found
 
     @property
     def row_keys(self) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ from rollout_core.config.promotion import ROUNDING
 
 Z = statistics.NormalDist().inv_cdf(0.975)
 """Of an interval of 95 %."""
+HUMAN = "human_"
+"""Begins the names of figures that say how a judge and people agree (`rollout_core.evaluation.agreement`)."""
 
 
 @dataclass(frozen=True)

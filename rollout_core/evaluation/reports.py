@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ from typing import Any
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.evaluation import INSTRUCTION_METRIC, ChoiceScorer, Suite
+from rollout_core.config.judges import JudgeReward
 from rollout_core.config.verifiers import InstructionsReward
 from rollout_core.data.samples import Sample, decode_completions_blob, decode_samples
+from rollout_core.evaluation.agreement import agreement
 from rollout_core.evaluation.bootstrap import PairedGain, Sides, paired_gains
 from rollout_core.evaluation.metrics import (
+    HUMAN,
     Metric,
     Question,
     estimate,
@@ -72,7 +76,8 @@ class SuiteReport(Record):
     @property
     def headline(self) -> Metric:
         """The figure that stands for all in a table: the first that counts right answers, else the first."""
-        return next((metric for metric in self.metrics if metric.name != "mean"), self.metrics[0])
+        counting = (each for each in self.metrics if each.name != "mean" and not each.name.startswith(HUMAN))
+        return next(counting, self.metrics[0])
 
     def figure(self, name: str | None) -> Metric:
         """The one of that name, by default `headline`. Raises ConfigError where there is none of that name."""
@@ -118,7 +123,8 @@ def report_suite(
     values: dict[str, float | None] = {}
     if suite.failed == "wrong":
         values = dict.fromkeys((sample.id for sample in samples), 0.0)
-    values |= zip((sample.id for sample in answered), json.loads(objects.get_bytes(scores.scores)), strict=True)
+    scored = dict(zip((one.id for one in answered), json.loads(objects.get_bytes(scores.scores)), strict=True))
+    values |= scored
     read = _answers(objects, suite, completions, on_line)
     answers = dict(zip((sample.id for sample in answered), read, strict=True))
     groups = [samples[start : start + suite.samples] for start in range(0, len(samples), suite.samples)]
@@ -142,7 +148,7 @@ def report_suite(
         prompts,
         source,
         completions,
-        Answered(firsts, by_metric, metrics, places, lacking, weights),
+        Answered(firsts, by_metric, metrics, places, lacking, weights, _agreement(suite, groups, scored)),
         scores=scores.scores,
         num_abstained=scores.num_abstained,
         num_score_failed=scores.num_reward_failed,
@@ -165,6 +171,8 @@ class Answered:
     """The question of each answer that could not be had."""
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By metric, of each question, where they do not count alike."""
+    agreement: Sequence[Metric] = ()
+    """Of the scorer and people."""
 
 
 def file_report(
@@ -197,7 +205,7 @@ def file_report(
         num_truncated=completions.finish_reasons.get("length", 0),
         num_failed=len(answered.lacking),
         failed=tuple(dict.fromkeys(ids[number] for number in answered.lacking)),
-        metrics=tuple(_known(name, answered.metrics[name]) for name in suite.chosen_metrics),
+        metrics=(*(_known(name, answered.metrics[name]) for name in suite.chosen_metrics), *answered.agreement),
         **figures,
     )
 
@@ -205,6 +213,22 @@ def file_report(
 def _named(suite: Suite) -> list[str]:
     """Metrics whose values are filed: by ``accuracy`` a comparison tells which questions flipped."""
     return list(dict.fromkeys([*suite.chosen_metrics, RIGHT_SHARE]))
+
+
+def _agreement(
+    suite: Suite, questions: Sequence[Sequence[Sample]], scored: Mapping[ContentId, float | None]
+) -> list[Metric]:
+    """Of a judge, the mean of whose values of a question's answers counts, and the people who judged some of them."""
+    judge = suite.scorer
+    if not isinstance(judge, JudgeReward) or judge.mode == "ranking":
+        return []
+    pairs: list[tuple[float, float]] = []
+    for samples in questions:
+        human, given = judge.human_judgement(samples[0].extras), [scored.get(one.id) for one in samples]
+        known = [value for value in given if value is not None]
+        if human is not None and known:
+            pairs.append((statistics.fmean(known), human))
+    return agreement(judge.mode, [mean for mean, _ in pairs], [human for _, human in pairs]) if pairs else []
 
 
 def _answers(

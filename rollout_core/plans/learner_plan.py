@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -453,6 +453,9 @@ class LearnerPlan(Plan):
                     f"{what}: row {number} has no {key!r}, which the {kind} reward reads{more}; {near(key, row.extras)}"
                 )
         found = {key for row in rows or () for key in row.extras}
+        for part in plain_rewards(spec):
+            if isinstance(part, JudgeReward) and part.human_key is not None and rows:
+                self._people(what, rows, part, found)
         for name in [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]:
             required = self._forms[name].required if rows and name in self._forms else ()
             self.violations += [
@@ -460,6 +463,18 @@ class LearnerPlan(Plan):
                 for key in required
                 if key not in found
             ]
+
+    def _people(self, what: str, rows: Sequence[PromptRow], judge: JudgeReward, found: Collection[str]) -> None:
+        """Some rows have a person's judgement, and each is one that can be compared."""
+        if judge.human_key not in found:
+            lacking = near(judge.human_key or "", found)
+            self.violations.append(f"{what}: no row has {judge.human_key!r}, the judge's human_key; {lacking}")
+        for number, row in enumerate(rows, start=1):
+            try:
+                judge.human_judgement(row.extras)
+            except ConfigError as error:
+                self.violations.append(f"{what}: row {number}: {error}")
+                return
 
 
 def _try_judge(judge: JudgeEndpoint) -> None:

@@ -333,7 +333,8 @@ class SampleBrowser:
         return tuple(zip(found["names"], found["weights"], values, strict=True))
 
     def verdicts(self, of: SampleList, number: int) -> tuple[tuple[str, float | None, str], ...]:
-        """Judge, value and reasoning of each answer about a sample; none where no judge was asked, or they are gone."""
+        """Judge, value and reasoning of each answer about a sample, and what a person says of it; none where no judge
+        was asked, or they are gone."""
         file, place = of.file_of(number)
         if file.judged is None:
             return ()
@@ -342,7 +343,11 @@ class SampleBrowser:
         except MissingObject:
             return ()
         given = [verdict for judgement in found for verdict in judgement["verdicts"][place]]
-        return tuple((verdict["judge"], verdict["value"], verdict["reasoning"]) for verdict in given)
+        people = [human[place] for judgement in found if (human := judgement.get("human")) is not None]
+        return (
+            *((verdict["judge"], verdict["value"], verdict["reasoning"]) for verdict in given),
+            *(("a person", value, "") for value in people if value is not None),
+        )
 
     def matching(self, of: SampleList, search: Search, *, start: int = 0) -> Iterator[SampleView]:
         """All samples from number ``start`` on that are as ``search`` says, read file by file. Raises NotFound where

@@ -28,6 +28,7 @@ from rollout_core.runs.evaluations import evaluated_models, find_evaluated
 from rollout_core.runs.run_records import RunRecords
 from rollout_core.runs.run_samples import read_set, sample_sets
 from tests.flows.conftest import finished_samples, objects, wait_for
+from tests.rewards.judge_server import JudgeServer
 from tests.support.answer_server import AnswerServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -274,6 +275,29 @@ def test_killed_while_it_scores_choices_the_next_run_goes_on(
     # A token of any but the scripted text has a log-probability of -1, so of other questions the shortest choice wins.
     values = objects().get_json(model.reports["digits"].questions)["values"]["acc"]
     assert values == [float(n % 3 == (0 if n == 7 else 2)) for n in range(2, 42)]
+
+
+@pytest.mark.parametrize("mode", ["score", "pairwise"])
+def test_a_judge_is_compared_with_people_where_rows_have_their_judgements(folder: Path, tiny_model: Path, mode: str):
+    people = [1, 4, 3, None, 9] if mode == "score" else ["reference", "completion", "tie", None, "completion"]
+    rows = [{"prompt": "x" * n, "human": one, "other": "xxx"} for n, one in zip((1, 2, 3, 5, 7), people, strict=True)]
+    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = {"name": "judged", "rows": {"path": "judged.jsonl"}, "sampling": {"temperature": 0.0, "max_tokens": 64}}
+    with JudgeServer() as server:
+        judge = {"kind": "judge", "judges": [{"url": server.url, "model": "wise"}], "mode": mode}
+        judge |= {"reference_key": "other"} if mode == "pairwise" else {}
+        [plain] = evaluate(tiny_model, {**suite, "scorer": judge}, kind="scripted")
+        asked = len(server.bodies)
+        [report] = evaluate(tiny_model, {**suite, "scorer": {**judge, "human_key": "human"}}, kind="scripted")
+        assert len(server.bodies) == asked, "the answers are kept"
+    known, found = len(plain.metrics), {metric.name: metric for metric in report.metrics}
+    assert report.metrics[:known] == plain.metrics and report.headline == plain.headline
+    values = {name: round(found[name].value, 4) for name in list(found)[known:]}
+    if mode == "score":  # judge 1, 2, 3, 7 and people 1, 4, 3, 9
+        assert values == {"human_spearman": 0.8, "human_concordance": round(5 / 6, 4)}
+    else:  # judge: reference, reference, tie, completion
+        assert values == {"human_agreement": 0.75, "human_kappa": round((0.75 - 5 / 16) / (11 / 16), 4)}
+    assert {found[name].num_questions for name in values} == {4}
 
 
 def ask(server: AnswerServer, *suites: dict[str, Any], **model: Any) -> list[SuiteReport]:

@@ -18,6 +18,7 @@ from rollout_core.plans.learner_plan import plan_suites
 from rollout_core.store.reachable import plain_connections
 from tests.evaluation.lm_eval_tasks import write_tasks
 from tests.plan.planning import TEMPLATE, jsonl
+from tests.rewards.judge_server import JudgeServer
 from tests.support.answer_server import AnswerServer
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -320,6 +321,25 @@ def test_what_an_endpoint_cannot_do_is_refused(api: str, suites: dict[str, Any],
         else:
             with pytest.raises(ConfigError, match=re.escape(expected)):
                 plan({**QUESTION, **suites}, model=model)
+
+
+@pytest.mark.parametrize(
+    ("people", "expected"),
+    [
+        ({"people": 7}, None),
+        ({"peoples": 7}, "no row has 'people', the judge's human_key; did you mean 'peoples'?"),
+        ({"people": 70}, "row 1: people is 70; expected a number from 0 to 10, as a person judges it"),
+    ],
+)
+def test_what_people_say_is_looked_for_in_the_rows(people: dict[str, Any], expected: str | None):
+    jsonl(Path("judged.jsonl"), {"prompt": "sort 2 1 =", **people})
+    with JudgeServer() as server:
+        judge = {"kind": "judge", "judges": [{"url": server.url, "model": "wise"}], "human_key": "people"}
+        asked = {"name": "judged", "rows": {"path": "judged.jsonl"}, "sampling": {"max_tokens": 8}, "scorer": judge}
+        if expected is None:
+            assert plan(asked)["questions"] == {"judged": "1"}
+        else:
+            assert expected in refusal(asked)
 
 
 CALL = {"role": "assistant", "tool_calls": [{"id": "a", "name": "clock"}]}

@@ -131,7 +131,9 @@ def test_samples_that_were_left_out_shift_no_prompt_and_texts_are_found_as_peopl
         2,
         objects.put_json([None, 0.25]),
         objects.put_json({"names": ["a", "b"], "weights": [1.0, 2.0], "values": [None, [0.5, None]]}),
-        objects.put_json([{"verdicts": [[], [{"judge": "wise", "value": 7.0, "reasoning": "short"}]]}]),
+        objects.put_json(
+            [{"verdicts": [[], [{"judge": "wise", "value": 7.0, "reasoning": "short"}]], "human": [None, 6.0]}]
+        ),
     )
     of = SampleList("iteration 1", False, (file,), 2, 0.25, None)
     browser = SampleBrowser(objects)
@@ -143,7 +145,7 @@ def test_samples_that_were_left_out_shift_no_prompt_and_texts_are_found_as_peopl
     assert numbers(browser, of, Search(finish_reason="stop")) == ([], None)
     assert browser.reward_parts(of, 0) == (("a", 1.0, None), ("b", 2.0, None))
     assert browser.reward_parts(of, 1) == (("a", 1.0, 0.5), ("b", 2.0, None))
-    assert browser.verdicts(of, 0) == () and browser.verdicts(of, 1) == (("wise", 7.0, "short"),)
+    assert browser.verdicts(of, 0) == () and browser.verdicts(of, 1) == (("wise", 7.0, "short"), ("a person", 6.0, ""))
     assert browser.rewards(file) == {samples[3].id: 0.25}
     objects.delete(file.completions)
     with pytest.raises(NotFound, match="any more"):

@@ -57,10 +57,13 @@ class Judgement:
     """Answers that were usable at the second time."""
     charges: dict[str, Any] = field(default_factory=dict)
     """What each answer took, by question."""
+    human: list[float | None] | None = None
+    """What a person says of each completion, where rows have that."""
 
     def document(self) -> dict[str, Any]:
         """As JSON values."""
         return {
+            **({} if self.human is None else {"human": self.human}),
             "reward": self.reward,
             "verdicts": [[vars(verdict) for verdict in verdicts] for verdicts in self.verdicts],
             "problems": dict(self.problems),
@@ -113,6 +116,8 @@ class Judges:
         spec = self._spec
         questions, wrong = questions_of(spec, inputs)
         judgement = Judgement(self.reward, [[] for _ in inputs])
+        if spec.human_key is not None:
+            judgement.human = [spec.human_judgement(each.extras) for each in inputs]
         calls = [
             JudgeCall(spec, judge, Account(judge, spec.budget, self.spending), self._on_line) for judge in spec.judges
         ]
