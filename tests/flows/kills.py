@@ -243,20 +243,8 @@ class Campaign:
             return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
 
     def attempts_after_success(self) -> list[str]:
-        """What is wrong in the store: samples without exactly one successful attempt, or with a later one."""
-        return asyncio.run(self._find_wrong())
-
-    async def _find_wrong(self) -> list[str]:
-        from rollout_core.store import SqlLightningStore
-
-        wrong = []
-        async with SqlLightningStore.from_url(self.environment["ROLLOUT_DATABASE"]) as store:
-            for rollout in await store.query_rollouts():
-                attempts = sorted(await store.query_attempts(rollout.rollout_id), key=lambda item: item.sequence_id)
-                statuses = [attempt.status for attempt in attempts]
-                if statuses.count("succeeded") != 1 or statuses[-1] != "succeeded":
-                    wrong.append(f"{rollout.rollout_id[:12]}: {statuses}")
-        return wrong
+        """What is wrong in the store, see `attempts_after_success`."""
+        return attempts_after_success(self.environment["ROLLOUT_DATABASE"])
 
     def run_undisturbed(self) -> list[dict[str, Any]]:
         """The output of a run that nobody kills."""
@@ -320,6 +308,24 @@ class Campaign:
             names = [name for name in self.parts if name.startswith(part)]
             self.parts[rng.choice(names)].kill()
         return True
+
+
+def attempts_after_success(database: str) -> list[str]:
+    """What is wrong in a store: samples without exactly one successful attempt, or with a later one."""
+    return asyncio.run(_find_wrong(database))
+
+
+async def _find_wrong(database: str) -> list[str]:
+    from rollout_core.store import SqlLightningStore
+
+    wrong = []
+    async with SqlLightningStore.from_url(database) as store:
+        for rollout in await store.query_rollouts():
+            attempts = sorted(await store.query_attempts(rollout.rollout_id), key=lambda item: item.sequence_id)
+            statuses = [attempt.status for attempt in attempts]
+            if statuses.count("succeeded") != 1 or statuses[-1] != "succeeded":
+                wrong.append(f"{rollout.rollout_id[:12]}: {statuses}")
+    return wrong
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
