@@ -80,6 +80,7 @@ bench: setup
 	$(BIN)/python benchmarks/cached.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/evaluation.py
 	$(BIN)/python benchmarks/fan_out.py
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/buckets.py

@@ -106,7 +106,7 @@ class Benchmark:
 
     def flow(self, seed: int, prompts: str) -> tuple[float, list[list[int]], dict[str, float]]:
         """Seconds of the whole flow, the tokens it drew and the seconds of its stages."""
-        from flows import batch
+        from flows.batch import batch_inference
         from rollout_core.config import InferBatchConfig, InputGlob, OutputDir
 
         config = InferBatchConfig(
@@ -116,9 +116,9 @@ class Benchmark:
             output=OutputDir(dir=f"completions-{seed}"),
             backend=self._backend,
         )
-        with kept_engine(batch) as journals, no_collection():
+        with kept_engine() as journals, no_collection():
             started = time.perf_counter()
-            written = batch.batch_inference(config)
+            written = batch_inference(config)
             seconds = time.perf_counter() - started
         stages: dict[str, float] = {}
         for entry in journals[-1].entries:
@@ -170,8 +170,9 @@ class Benchmark:
 
 
 @contextmanager
-def kept_engine(batch: Any) -> Iterator[list[Any]]:
-    """Inside the block the batch flow leaves its engine running; gives the journals of its runs."""
+def kept_engine() -> Iterator[list[Any]]:
+    """Inside the block flows leave their engine running; gives the journals of their runs."""
+    from rollout_core.inference import engines
     from tasks.runtime import flow_run
 
     journals: list[Any] = []
@@ -185,7 +186,7 @@ def kept_engine(batch: Any) -> Iterator[list[Any]]:
         return recompute_missing(keep, run)
 
     with (
-        patch.object(batch, "close_engine", lambda: None),
+        patch.object(engines._pool, "close", lambda: None),
         patch.object(flow_run, "recompute_missing", run_and_keep_journal),
     ):
         yield journals
