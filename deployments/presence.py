@@ -86,10 +86,12 @@ class Presence:
                         log.warning("the database does not answer, so other machines are not watched: %s", error)
                     self._is_away = True
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), BEAT_SECONDS)
+                    async with asyncio.timeout(BEAT_SECONDS):
+                        await self._ended.wait()
             if book is not None and self._lease is not None:
                 with suppress(Exception):  # it runs out
-                    await asyncio.wait_for(book.release(self._lease), ANSWER_SECONDS / 2)
+                    async with asyncio.timeout(ANSWER_SECONDS / 2):
+                        await book.release(self._lease)
 
     async def _beat(self, book: LeaseBook) -> None:
         """Renew the own lease, and look at those of the workers that were asked for."""

@@ -224,7 +224,8 @@ class Fleet:
                 since = self._check_taken(since)
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await self._changed.wait()
         finally:
             self._is_running = False
             self._queue.withdraw(rollout_ids)  # and nothing of what `take_on` brought

@@ -51,7 +51,8 @@ class Waiter:
             is_over = not self._open
         if not is_over:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._woken.wait()
         with self._lock:
             self._open = set()
             finished, self._finished = self._finished, set()
@@ -121,7 +122,8 @@ class Bell:
                     if left <= 0:
                         return False
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(rung.wait(), min(left, pause))
+                        async with asyncio.timeout(min(left, pause)):
+                            await rung.wait()
                     if rung.is_set():
                         break
                     pause = min(1.5 * pause, longest_poll)

@@ -205,7 +205,8 @@ class Lane:
             await self._ready.wait()
         else:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ready.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._ready.wait()
         with self._lock:
             self._ready.clear()
             outcomes, self._outcomes = self._outcomes, []

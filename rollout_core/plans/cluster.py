@@ -144,14 +144,15 @@ def _ask_for_workers(address: str) -> dict[str, Any]:
     from distributed.security import Security
 
     async def ask() -> dict[str, Any]:
-        async with rpc(address, connection_args=Security().get_connection_args("client")) as scheduler:
+        connection = rpc(address, connection_args=Security().get_connection_args("client"))
+        async with asyncio.timeout(CONNECT_SECONDS), connection as scheduler:
             answer: Any = await scheduler.identity(n_workers=-1)
         if answer.get("type") != "Scheduler":
             raise OSError(f"a {answer.get('type')} answers there")
         return answer["workers"]
 
     try:
-        return asyncio.run(asyncio.wait_for(ask(), CONNECT_SECONDS))
+        return asyncio.run(ask())
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         raise ConfigError(
             f"address: no Dask scheduler answers at {address} within {CONNECT_SECONDS:.0f} s "

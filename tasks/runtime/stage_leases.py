@@ -154,17 +154,20 @@ class _Keeper:
                     self._note_failure(error)
                     pause = _LOOK_AGAIN_SECONDS
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await self._ended.wait()
             if self._book is not None and self._lease is not None:
                 with suppress(RolloutError, TimeoutError):
-                    await asyncio.wait_for(self._book.release(self._lease), AWAY_SECONDS)
+                    async with asyncio.timeout(AWAY_SECONDS):
+                        await self._book.release(self._lease)
 
     async def _beat(self, book: LeaseBook) -> float:
         """Take the lease or renew it; seconds until it is to be called again."""
         if self._lease is not None:
             await self._renew(self._lease)
             return self._seconds / RENEWALS
-        found = await asyncio.wait_for(book.take(self._name, self._owner, seconds=self._seconds), AWAY_SECONDS)
+        async with asyncio.timeout(AWAY_SECONDS):
+            found = await book.take(self._name, self._owner, seconds=self._seconds)
         self._note_answer()
         if isinstance(found, Holding):
             self._note_holder(found)
@@ -175,13 +178,16 @@ class _Keeper:
 
     async def _renew(self, lease: Lease) -> None:
         assert self._book is not None, "the lease was taken from it"
-        if await asyncio.wait_for(self._book.renew(lease, seconds=self._seconds), AWAY_SECONDS):
+        async with asyncio.timeout(AWAY_SECONDS):
+            renewed = await self._book.renew(lease, seconds=self._seconds)
+        if renewed:
             return self._note_answer()
         self._is_lost = True
         self._ended.set()
         by = "another"
         with suppress(RolloutError, TimeoutError):
-            holding = await asyncio.wait_for(self._book.holding(self._name), 1.0)
+            async with asyncio.timeout(1.0):
+                holding = await self._book.holding(self._name)
             by = by if holding is None else f"{holding.owner} (epoch {holding.epoch}, this one had {lease.epoch})"
         reason = f"the lease of stage {self._stage} was taken by {by}, because it was not renewed for "
         reason += f"{self._seconds:g} s (ROLLOUT_LEASE_SECONDS); nothing more is written here, and its result is taken"

@@ -151,3 +151,17 @@ async def test_who_leaves_last_does_not_wait_for_answers_and_who_comes_meanwhile
     assert await all_keys(comes, 1) == ["c"] and backend.streams == 2
     assert not backend.others_may_open, "it would be their stream that is interrupted"
     await asyncio.to_thread(comes.close)
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_cancellation_that_comes_with_an_outcome_is_not_lost(steps: int):
+    lane = Lanes(Echo()).open()
+    task = asyncio.create_task(lane.outcomes(LONG))
+    await asyncio.sleep(0)
+    lane.wake()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    if task.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await asyncio.to_thread(lane.close)

@@ -629,6 +629,9 @@ raise SystemExit(0)
 """,
 }
 
+OF_OTHERS = ("psm_", "sem.mp", "PostgreSQL.")
+"""Names of shared memory that tests beside this one make, and the servers that they start."""
+
 
 @dataclass(frozen=True)
 class Outside:
@@ -654,9 +657,7 @@ class Outside:
     def state(self) -> dict[str, object]:
         """What nobody may change."""
         files = {path.name: path.read_bytes() for path in self.folder.iterdir() if stat.S_ISREG(path.stat().st_mode)}
-        shared = sorted(
-            path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("psm_", "sem.mp"))
-        )
+        shared = sorted(path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(OF_OTHERS))
         return {
             "files": files,
             "names": sorted(path.name for path in self.folder.iterdir()),

@@ -158,7 +158,8 @@ class CallDelivery:
         delivered after the next ``start``."""
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.flush(), patience_seconds)
+                async with asyncio.timeout(patience_seconds):
+                    await self.flush()
         finally:
             for task in self._tasks:
                 task.cancel()

@@ -204,7 +204,8 @@ class LLMProxy:
         self.port = listener.getsockname()[1]
         running = ServerThread(self._serve, listener, "LLM proxy")
         try:
-            await asyncio.wait_for(asyncio.wrap_future(running.started), START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.wrap_future(running.started)
         except TimeoutError:
             running.ask_to_stop()
             raise Fatal(f"the proxy at {self.url} did not start within {START_SECONDS:g} s") from None

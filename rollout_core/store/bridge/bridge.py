@@ -296,7 +296,8 @@ class Bridge:
                     raise Recoverable(f"{what} has not answered for {now - since:.0f} s: {error}") from error
                 delay = min(BACK_OFF.delay_for_try(tries), end - now)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), delay)
+                    async with asyncio.timeout(delay):
+                        await self._stop.wait()
                 if self._stop.is_set():
                     raise Stopped(f"{what} does not answer, and the bridge is to stop") from error
                 tries = min(tries + 1, MOST_DOUBLINGS)

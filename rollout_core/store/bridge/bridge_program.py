@@ -66,7 +66,8 @@ async def run_bridge(
             await asyncio.wait([carrying, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             try:
-                return await asyncio.wait_for(carrying, stop_seconds() if stop.is_set() else None)
+                async with asyncio.timeout(stop_seconds() if stop.is_set() else None):
+                    return await carrying
             except TimeoutError:
                 raise Recoverable(
                     f"the bridge did not stop within {stop_seconds():g} s (ROLLOUT_STOP_SECONDS); what it held comes "
