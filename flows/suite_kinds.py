@@ -12,8 +12,10 @@ from flows.evaluation import Judge, judge_of
 from rollout_core.base.ids import ContentId
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, FunctionRows, SamplingParams, Suite
 from rollout_core.config.evaluation import SuiteRows
-from rollout_core.config.lm_eval import LmEvalSuite
+from rollout_core.config.inspect_ai import InspectSuite
+from rollout_core.config.lm_eval import AnySuite, LmEvalSuite
 from rollout_core.data.continuations import SCORING
+from rollout_core.evaluation.inspect_tasks import InspectTasks
 from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests
 from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.objects.records import PromptSet
@@ -25,6 +27,8 @@ from tasks.suites import (
     enqueue_choices,
     enqueue_continuations,
     enqueue_texts,
+    evaluate_inspect,
+    import_inspect,
     import_lm_eval,
     import_rows,
     render_suite,
@@ -46,10 +50,12 @@ class PreparedSuite(Protocol):
         ...
 
 
-def prepare_suite(suite: Suite | LmEvalSuite, label: str) -> PreparedSuite:
+def prepare_suite(suite: AnySuite, label: str) -> PreparedSuite:
     """Read a suite, in stages of this label."""
     if isinstance(suite, LmEvalSuite):
         return TasksOfLmEval(suite, import_lm_eval(suite, label=label))
+    if isinstance(suite, InspectSuite):
+        return TasksOfInspect(suite, import_inspect(suite, label=label))
     prompts = _prompts(suite, label)
     if isinstance(suite.scorer, ChoiceScorer):
         return Choices(suite, suite.scorer, prompts)
@@ -109,6 +115,19 @@ class TasksOfLmEval:
                 asked = _enqueued(prompts, model, sampling, samples, backend, label)
             completions.append(batch_inference(asked, sampling, backend, **_KEPT, label=label))
         return report_lm_eval(self.suite, self.requests, tuple(completions), label=label)
+
+
+@dataclass(frozen=True)
+class TasksOfInspect:
+    """Tasks of inspect_ai, which ask as they go."""
+
+    suite: InspectSuite
+    tasks: InspectTasks
+
+    def evaluate(self, model: ContentId, backend: AnyBackend, label: str) -> SuiteReport:
+        """As of `PreparedSuite`."""
+        limit = context_limit(backend)
+        return evaluate_inspect(self.suite, self.tasks, model, backend, max_model_len=limit, label=label)
 
 
 def _enqueued(

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config import ChoiceScorer, FunctionRows, SamplingParams, Suite, SuitePrompt
+from rollout_core.config import AnyBackend, ChoiceScorer, FunctionRows, SamplingParams, Suite, SuitePrompt
+from rollout_core.config.inspect_ai import InspectSuite
 from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.data.continuations import Continued, scored_samples, scored_texts
 from rollout_core.data.dataset_sources import import_dataset
 from rollout_core.data.datasets import PromptRow, TaskRow, parse_rows, to_jsonl
 from rollout_core.data.samples import Sample, file_samples, untokenised_samples
-from rollout_core.evaluation import choices, lm_eval_tasks, reports
+from rollout_core.evaluation import choices, inspect_tasks, lm_eval_tasks, reports
+from rollout_core.evaluation.inspect_tasks import InspectTasks
 from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.reports import SuiteReport
@@ -20,7 +22,7 @@ from rollout_core.evaluation.suite_files import function_rows
 from rollout_core.objects.origins import Source, record_import
 from rollout_core.objects.records import Completions, Dataset, PromptSet, Scores
 from tasks.runtime import artifacts, connections
-from tasks.runtime.generation import enqueue, model_here
+from tasks.runtime.generation import account_of, enqueue, generate_on_demand, model_here
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
 
@@ -139,6 +141,32 @@ def report_lm_eval(
     """File what answers to tasks of lm-evaluation-harness come to, by the tasks' own metrics."""
     folder = connections.working_folder()
     report = lm_eval_tasks.report(current_stage().objects, suite, asked, completions, folder)
+    _show(report, label)
+    return report
+
+
+@stage(version=1, cached=False, imports=True, time="importing")
+def import_inspect(suite: InspectSuite, *, label: str = "") -> InspectTasks:
+    """Find tasks of inspect_ai."""
+    found = inspect_tasks.find_tasks(suite, connections.working_folder())
+    stage_logger().info("tasks of inspect_ai %s: %s", found.version, ", ".join(found.tasks))
+    return found
+
+
+@stage(version=1, optional=("max_model_len",), concurrency="engine", time="generating")
+def evaluate_inspect(
+    suite: InspectSuite,
+    tasks: InspectTasks,
+    model: ContentId,
+    backend: AnyBackend,
+    *,
+    max_model_len: int | None = None,
+    label: str = "",
+) -> SuiteReport:
+    """Run tasks of inspect_ai, whose questions ``model`` answers through the store, and file what they come to."""
+    folder = connections.working_folder()
+    asked = {"model": model, "backend": backend, "limit": max_model_len, "account_of": account_of}
+    report = generate_on_demand(inspect_tasks.evaluate, suite, tasks, folder, **asked)
     _show(report, label)
     return report
 

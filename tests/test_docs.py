@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel
 
 from deployments.cli import app
-from rollout_core.config import CONFIG_KINDS, LmEvalSuite, Suite, load_config
+from rollout_core.config import CONFIG_KINDS, InspectSuite, LmEvalSuite, Suite, load_config
 from rollout_core.config.cloud import parse_cloud
 from tests.conftest import PROJECT
 
@@ -179,7 +179,10 @@ def test_every_key_of_a_shown_configuration_exists(page: Path):
         document = tomllib.loads(block)
         if parse_cloud(document, page.name) is not None:  # it stands beside a run's own tables
             continue
-        wrong = min((unknown_keys(document, {kind}) for kind in (*CONFIG_KINDS.values(), Suite, LmEvalSuite)), key=len)
+        wrong = min(
+            (unknown_keys(document, {kind}) for kind in (*CONFIG_KINDS.values(), Suite, InspectSuite, LmEvalSuite)),
+            key=len,
+        )
         if wrong and all(not isinstance(value, dict) for value in document.values()):
             # Keys of a table whose name the text beside it gives.
             wrong = min((unknown_keys(document, {model}) for models in MODELS.values() for model in models), key=len)

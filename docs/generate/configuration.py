@@ -46,6 +46,7 @@ _BESIDE = {
     "curriculum": "learning",
     "own_loss": "learning",
     "experience": "on_policy",
+    "inspect_ai": "evaluation",
     "lm_eval": "evaluation",
     "training_suites": "evaluation",
     "verifiers": "rewards",

@@ -77,6 +77,7 @@ from .inference import (
     VLLMBackend as VLLMBackend,
     WorkersConfig as WorkersConfig,
 )
+from .inspect_ai import InspectSuite as InspectSuite
 from .kinds import (
     CONFIG_KINDS as CONFIG_KINDS,
     json_schema as json_schema,

@@ -9,6 +9,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config.agents import LearnOnlineConfig, TrainAgentConfig, TunePromptConfig
 from rollout_core.config.base import parse_config
 from rollout_core.config.evaluation import Suite
+from rollout_core.config.inspect_ai import InspectSuite
 from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.config.runs import (
     EvalConfig,
@@ -62,5 +63,5 @@ def kind_of(tables: Mapping[str, Any], name: str) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of every run configuration, by kind, and of files of suites."""
-    suites = {"suite": Suite, "suite-lm-eval": LmEvalSuite}
+    suites = {"suite": Suite, "suite-lm-eval": LmEvalSuite, "suite-inspect": InspectSuite}
     return {name: model.model_json_schema() for name, model in {**CONFIG_KINDS, **suites}.items()}

@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, ValidationInfo, WrapValidator
 
 from rollout_core.config.base import Settings
 from rollout_core.config.evaluation import Suite
+from rollout_core.config.inspect_ai import InspectSuite
 
 
 class LmEvalSuite(Settings):
@@ -53,10 +54,13 @@ class LmEvalSuite(Settings):
         return {name: given for name, given in super().cache_identity().items() if name != "python"}
 
 
-def suite_class(given: Any) -> type[Suite] | type[LmEvalSuite]:
+_KINDS: Mapping[str, type[LmEvalSuite] | type[InspectSuite]] = {"lm_eval": LmEvalSuite, "inspect": InspectSuite}
+
+
+def suite_class(given: Any) -> type[Suite] | type[LmEvalSuite] | type[InspectSuite]:
     """What the tables of a suite, or one that is made already, are."""
     kind = given.get("kind") if isinstance(given, Mapping) else getattr(given, "kind", None)
-    return LmEvalSuite if kind == "lm_eval" else Suite
+    return _KINDS.get(str(kind), Suite)
 
 
 def _read(given: Any, union: Any, info: ValidationInfo) -> Any:
@@ -64,4 +68,4 @@ def _read(given: Any, union: Any, info: ValidationInfo) -> Any:
     return suite_class(given).model_validate(given, context=info.context)
 
 
-AnySuite = Annotated[Suite | LmEvalSuite, WrapValidator(_read)]
+AnySuite = Annotated[Suite | LmEvalSuite | InspectSuite, WrapValidator(_read)]

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +25,7 @@ from rollout_core.config.lm_eval import LmEvalSuite
 from rollout_core.data.continuations import SCORING, Continued, Loglikelihood
 from rollout_core.data.datasets import PromptRow, to_jsonl
 from rollout_core.data.samples import decode_completions_blob
+from rollout_core.evaluation.harnesses import python_of
 from rollout_core.evaluation.metrics import Metric, Z
 from rollout_core.evaluation.reports import RIGHT_SHARE, SuiteReport
 from rollout_core.objects import ObjectStore
@@ -163,17 +162,10 @@ def ask_tasks(suite: LmEvalSuite, base: Path) -> Asked:
 
 
 def _call(suite: LmEvalSuite, base: Path, **more: Any) -> dict[str, Any]:
-    if suite.python is None and find_spec("lm_eval") is None:
-        raise ConfigError(
-            f'kind = "lm_eval" needs lm-evaluation-harness, which is not installed; install {DISTRIBUTION}[lm-eval], '
-            "or give python = the interpreter of an environment that has it"
-        )
+    install = f"install {DISTRIBUTION}[lm-eval]"
+    python = python_of(suite.python, base, kind=suite.kind, package="lm_eval", install=install)
     given: dict[str, Any] = suite.model_dump(mode="json") | {"folder": str(base.resolve())} | more
     given["requests"] = None if given["requests"] is None else [_as_asked(request) for request in given["requests"]]
-    # A name without a folder is looked up in PATH.
-    python = suite.python if suite.python is None or "/" not in suite.python else str(base.resolve() / suite.python)
-    if python is not None and shutil.which(python) is None:
-        raise ConfigError(f"python = {suite.python!r} is no interpreter; expected the path of one that has lm_eval")
     try:
         if python is None:
             return _child.call(given)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rollout_core.base.errors import MissingObject, NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.config import LmEvalSuite, Suite, TrainingSuite
+from rollout_core.config import TrainingSuite
 from rollout_core.config.base import parse_config
-from rollout_core.config.lm_eval import suite_class
+from rollout_core.config.lm_eval import AnySuite, suite_class
 from rollout_core.evaluation.bootstrap import PairedGain
 from rollout_core.evaluation.lm_eval_tasks import lower_is_better
 from rollout_core.evaluation.reports import CONFIDENCE, SuiteReport, compare_reports
@@ -25,7 +25,7 @@ START, LATEST = "before", "latest"
 """The moments at which a run evaluates the model that it starts from, and the one that is served."""
 
 
-def suite_of(entry: TrainingSuite, base: Path, objects: ObjectStore | None) -> Suite | LmEvalSuite:
+def suite_of(entry: TrainingSuite, base: Path, objects: ObjectStore | None) -> AnySuite:
     """The suite of an entry of `[[evaluation.suites]]`, whose relative path starts at ``base``, with whole content ids
     of models where the object store is known. Raises ConfigError with what is wrong with its file."""
     suite = entry.suite

@@ -168,7 +168,7 @@ async def complete_samples(
     """Bring every sample to its outcome. ``source`` names where the samples come from, in their rollouts' metadata;
     those with ``problems`` fail for that reason."""
     options = options or BatchOptions()
-    ledger = _ledger(store, objects, worker_id, options)
+    ledger = ledger_of(store, objects, worker_id, options)
     run = _BatchRun(ledger, engine, samples, params, options, on_progress, problems or {}, source)
     return await run.finish()
 
@@ -190,13 +190,14 @@ async def assist(
     """
     if options.deterministic and not engine.batch_invariant:
         return Work()
-    ledger = _ledger(store, objects, worker_id, options)
+    ledger = ledger_of(store, objects, worker_id, options)
     run = _BatchRun(ledger, engine, samples[::-1], params, options, on_progress, {}, None)
     await run.help()
     return run.work
 
 
-def _ledger(store: LightningStore, objects: ObjectStore, worker_id: str, options: BatchOptions) -> SampleLedger:
+def ledger_of(store: LightningStore, objects: ObjectStore, worker_id: str, options: BatchOptions) -> SampleLedger:
+    """The ledger that these options are of."""
     return SampleLedger(
         store,
         objects,
@@ -205,6 +206,60 @@ def _ledger(store: LightningStore, objects: ObjectStore, worker_id: str, options
         generator=options.generator,
         limit=options.max_model_len,
     )
+
+
+def request_of(sample: Sample, params: SamplingParams, account: Account | None = None) -> Request:
+    """What an engine is asked for a sample, whose answer is counted in ``account``."""
+    return Request(
+        key=str(sample.id),
+        prompt_token_ids=sample.prompt_token_ids,
+        params=params,
+        seed=sample.seed,
+        prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
+        messages=() if isinstance(sample.prompt, str) else sample.prompt,
+        tools=sample.tools,
+        ends=sample.ends,
+        continuation=sample.continuation,
+        scored=sample.scored,
+        account=account,
+    )
+
+
+@asynccontextmanager
+async def opened_lane(engine: Engine, work: Work, *, few: int = 0, keeps_turn: bool = True) -> AsyncIterator[Lane]:
+    """A lane of the running engine, whose start and end block a thread and not the loop; see `Lanes.open`."""
+    opened = engine.open()
+    began = time.monotonic()
+    lanes = await asyncio.to_thread(opened.__enter__)
+    work.waited_seconds += time.monotonic() - began
+    try:
+        lane = lanes.open(few=few, keeps_turn=keeps_turn)
+        try:
+            yield lane
+        finally:
+            await asyncio.to_thread(lane.close)
+    except BaseException as error:
+        await asyncio.to_thread(opened.__exit__, type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(opened.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def beating(ledger: SampleLedger, exclusive: bool, options: BatchOptions) -> AsyncIterator[None]:
+    """Show other workers, inside the block, that this one is alive and its claims hold; needless where it is alone."""
+
+    async def beat() -> None:
+        while True:
+            with suppress(Recoverable):
+                await ledger.heartbeat()
+            await asyncio.sleep(options.stale_after_seconds / 5)
+
+    task = None if exclusive else asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 class _BatchRun:
@@ -303,7 +358,7 @@ class _BatchRun:
 
     async def _generate(self, sample_ids: Sequence[ContentId], standing: ShardStatus) -> None:
         # Heartbeats begin before the engine does, which may take half a minute.
-        async with self._beating(), self._lane() as lane:
+        async with beating(self.ledger, self._exclusive, self.options), self._lane() as lane:
             wanted = set(sample_ids)
             blocks = [[sample for sample in self._order if sample in wanted]]
             if not self.whole:
@@ -313,39 +368,12 @@ class _BatchRun:
 
     @asynccontextmanager
     async def _lane(self) -> AsyncIterator[Lane]:
-        """A lane of the running engine, whose start and end block a thread and not the loop."""
-        opened = self._engine.open()
-        began = time.monotonic()
-        lanes = await asyncio.to_thread(opened.__enter__)
-        self.work.waited_seconds += time.monotonic() - began
-        try:
-            lane = self._open_lane = lanes.open(few=self.options.claim_size)
+        async with opened_lane(self._engine, self.work, few=self.options.claim_size) as lane:
+            self._open_lane = lane
             try:
                 yield lane
             finally:
                 self._open_lane = None
-                await asyncio.to_thread(lane.close)
-        except BaseException as error:
-            await asyncio.to_thread(opened.__exit__, type(error), error, error.__traceback__)
-            raise
-        await asyncio.to_thread(opened.__exit__, None, None, None)
-
-    @asynccontextmanager
-    async def _beating(self) -> AsyncIterator[None]:
-        """Show other workers, inside the block, that this one is alive and its claims hold."""
-
-        async def beat() -> None:
-            while True:
-                with suppress(Recoverable):
-                    await self.ledger.heartbeat()
-                await asyncio.sleep(self.options.stale_after_seconds / 5)
-
-        task = None if self._exclusive else asyncio.create_task(beat())
-        try:
-            yield
-        finally:
-            if task is not None:
-                task.cancel()
 
     async def claim(
         self, block: Sequence[ContentId], standing: ShardStatus, claimed: dict[ContentId, Attempt]
@@ -377,19 +405,7 @@ class _BatchRun:
         )
         if problem is not None:
             return Failure(str(sample_id), problem)
-        return Request(
-            key=str(sample_id),
-            prompt_token_ids=sample.prompt_token_ids,
-            params=self._params,
-            seed=sample.seed,
-            prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
-            messages=() if isinstance(sample.prompt, str) else sample.prompt,
-            tools=sample.tools,
-            ends=sample.ends,
-            continuation=sample.continuation,
-            scored=sample.scored,
-            account=self.options.account,
-        )
+        return request_of(sample, self._params, self.options.account)
 
     async def commit(self, group: Sequence[Drawn]) -> None:
         """Make outcomes durable; those of attempts that were superseded are dropped."""

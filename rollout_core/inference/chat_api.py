@@ -30,6 +30,8 @@ UNLIMITED_TOKENS = 4096
 DEFAULT_TOKENS = 16
 """Of a completion that is no chat's and of which nobody says a length: OpenAI's default, and vLLM's."""
 MOST_CHOICES = 256
+NO_ROOM = "context_length_exceeded"
+"""Code of the error where a prompt leaves no room for its completion."""
 RULED = (
     "temperature",
     "top_p",
@@ -152,7 +154,7 @@ class Ask:
                 f"{num_prompt_tokens} input tokens, which leaves no room for output tokens. Please reduce the length "
                 "of the input prompt.",
                 "messages" if self.is_chat else "prompt",
-                "context_length_exceeded",
+                NO_ROOM,
             )
         asked = self.max_tokens if most is None or self.max_tokens is None else min(self.max_tokens, most)
         if asked is not None and limit is not None and asked > room:
@@ -163,7 +165,7 @@ class Ask:
                 f"{asked + num_prompt_tokens} tokens. Please reduce the length of the input prompt or the number of "
                 "requested output tokens.",
                 "max_tokens",
-                "context_length_exceeded",
+                NO_ROOM,
             )
         # A default is cut to what fits: the last turns of a long conversation have less room.
         max_tokens = asked or min(room, most or (room if self.is_chat else DEFAULT_TOKENS))

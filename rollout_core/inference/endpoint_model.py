@@ -5,7 +5,10 @@ Its tokens have no ids here, so nothing can be trained on its answers, whose len
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout_core.base.ids import ContentId, content_id
@@ -24,6 +27,7 @@ from rollout_core.inference.endpoint import (
     look_for_model,
 )
 from rollout_core.inference.endpoint_stream import EndpointStream
+from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.openai_wire import (
     NoPromptLogprobs,
     body_of as openai_body,
@@ -110,6 +114,34 @@ class EndpointEngine(EndpointStream):
         if isinstance(outcome, Completion) and (is_counted or self._config.budget is None):
             outcome.usage = usage_of(request, answer, outcome)
         return outcome
+
+
+@dataclass(frozen=True)
+class OwnEndpoint:
+    """A model at an endpoint with an engine of its own, while another one has this process's pool."""
+
+    config: EndpointModel
+
+    batch_invariant = False
+
+    @property
+    def model_id(self) -> ContentId:
+        """What stands for the model."""
+        return endpoint_id(self.config)
+
+    @property
+    def model(self) -> ModelRef:
+        """The model, of which there is no folder."""
+        return ModelRef(self.model_id, Path())
+
+    @contextmanager
+    def open(self) -> Iterator[Lanes]:
+        """The lanes of an engine of its own."""
+        engine = EndpointEngine(self.config, self.model)
+        try:
+            yield Lanes(engine)
+        finally:
+            engine.close()
 
 
 def _openai_form(config: EndpointModel) -> OpenAIBackend | None:

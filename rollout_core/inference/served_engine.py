@@ -85,7 +85,7 @@ class ServedEngine:
         self._holds = self._lends = self._under_way = 0
         self._seeds = _Seeds()
         self._numbers = count()
-        self._encoder = _Encoder()
+        self._encoder = Encoder()
         self._has_warned = False
 
     @property
@@ -352,7 +352,7 @@ def _leave_at_once(opened: AbstractContextManager[Lanes], entered: ThreadFuture[
         opened.__exit__(None, None, None)
 
 
-class _Encoder:
+class Encoder:
     """Prompts on their way to token ids: those that come while others are worked on go together."""
 
     def __init__(self) -> None:

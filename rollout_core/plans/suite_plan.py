@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
 from rollout_core.config.evaluation import SuiteRows
-from rollout_core.config.lm_eval import LmEvalSuite
+from rollout_core.config.inspect_ai import InspectSuite
+from rollout_core.config.lm_eval import AnySuite, LmEvalSuite
 from rollout_core.config.rewards import ModelReward, plain_rewards
 from rollout_core.data.continuations import SCORING, Continued, encode_continuations
 from rollout_core.data.datasets import PromptRow, RowT, TaskRow
 from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.evaluation.choices import continued
+from rollout_core.evaluation.inspect_tasks import find_tasks
 from rollout_core.evaluation.lm_eval_tasks import Drawn, ask_tasks, continuations
 from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.suite_files import function_rows
@@ -51,12 +53,14 @@ def check_answering(plan: LearnerPlan, config: EvalConfig) -> AnyBackend:
     return config.backend
 
 
-def check_suite(plan: LearnerPlan, suite: Suite | LmEvalSuite, backend: AnyBackend) -> Asked | None:
+def check_suite(plan: LearnerPlan, suite: AnySuite, backend: AnyBackend) -> Asked | None:
     """Check that the suite can be put to the plan's model: each row is rendered and tokenised, the scorer is loaded.
     None where it is not known what is asked."""
     what = f"suite {suite.name}"
     if isinstance(suite, LmEvalSuite):
         return _requests(plan, what, suite, backend)
+    if isinstance(suite, InspectSuite):
+        return _tasks(plan, what, suite, backend)
     rows = _prompts(plan, suite, what)
     key = f"{what}: rows.{suite.rows.address_key}"
     if isinstance(backend, EndpointModel):
@@ -149,6 +153,32 @@ def _requests(plan: LearnerPlan, what: str, suite: LmEvalSuite, backend: AnyBack
     num_requests = sum(len(drawn.rows) * drawn.samples for drawn in asked.drawings)
     words = f"{num_requests} requests of lm_eval {asked.version}"
     return Asked(asked.num_questions, words, asked.metrics, counted="")
+
+
+def _tasks(plan: LearnerPlan, what: str, suite: InspectSuite, backend: AnyBackend) -> Asked | None:
+    """Tasks of inspect_ai are loaded, and their models answer chats."""
+    if isinstance(backend, EndpointModel) and backend.api == "completions":
+        plan.violations.append(f"{what}: conversations, and api 'completions' takes texts; take api 'chat'")
+    for role, endpoint in suite.model_roles.items():
+        if endpoint.api == "completions":
+            plan.violations.append(f"{what}: model_roles.{role}: api 'completions' takes no conversations")
+        plan.check(f"{what}: model_roles.{role}", lambda endpoint=endpoint: try_endpoint_model(endpoint))
+    if plan.model_facts is not None:
+        plan.conversations(what, [_HELLO])
+        most, limit = suite.generate_config.get("max_tokens"), context_limit(backend) or plan.max_positions
+        if isinstance(most, int) and limit is not None and most >= limit:
+            plan.violations.append(
+                f"{what}: generate_config.max_tokens {most} leaves no room in the context of {limit} tokens"
+            )
+    found = plan.check(what, lambda: find_tasks(suite, plan.base))
+    if found is None:
+        return None
+    words = f"{found.num_questions} samples of inspect_ai {found.version}"
+    return Asked(found.num_questions, words, None, counted="")
+
+
+_HELLO = PromptRow.model_validate({"messages": [{"role": "user", "content": "Hello"}]})
+"""A conversation that every chat template can render."""
 
 
 def _drawn(plan: LearnerPlan, what: str, drawn: Drawn, backend: AnyBackend) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_core.base.errors import CorruptObject, NotFound, Recoverable
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import run_async
 from rollout_core.config import (
@@ -59,6 +59,12 @@ def model_for(model: ContentId, backend: AnyBackend) -> ModelRef:
     return ModelRef(model, Path()) if isinstance(backend, EndpointModel) else model_here(model)
 
 
+def account_of(backend: OpenAIBackend | EndpointModel) -> Account:
+    """In what answers of an endpoint are counted in the running stage."""
+    spending = generated_so_far(current_journal() or Journal(), backend, connections.objects())
+    return Account(backend, backend.budget, spending)
+
+
 class Generation:
     """A model on a backend, for samples of the running stage.
 
@@ -74,8 +80,7 @@ class Generation:
             options["claim_size"] = workers.claimed_together
             options["stale_after_seconds"] = workers.stale_after_seconds
         if isinstance(backend, OpenAIBackend | EndpointModel):
-            spending = generated_so_far(current_journal() or Journal(), backend, connections.objects())
-            options["account"] = Account(backend, backend.budget, spending)
+            options["account"] = account_of(backend)
             if backend.budget is not None:
                 options["commit_size"] = 1  # it is paid for, so it is kept at once
         self._options = BatchOptions(exclusive=self.is_exclusive, generator=generator_id(backend), **options)
@@ -193,6 +198,24 @@ def generate(
         skipped = events.SamplesSkipped(stage=current_stage().name, samples=completions.num_left_out, reason=reason)
         events.emit(skipped)
     return completions, seconds, work
+
+
+def generate_on_demand(
+    job: Callable[..., Awaitable[tuple[T, Work]]], *inputs: Any, model: ContentId, backend: AnyBackend, **more: Any
+) -> T:
+    """What ``job`` comes to, which asks ``model`` for samples as it goes."""
+    run = Generation(model_for(model, backend), backend, None, mode="test", deterministic=False)
+    # Another stage that asks the same would have to wait for its samples anyway.
+    lock = connections.lock_folder() / f"on-demand-{content_id('on-demand/1', [model, current_stage().name])}.lock"
+    alone = exclusive(lock) if run.is_exclusive else nullcontext()
+    with alone, artifacts.ProgressBar("inference-progress", "Answers") as bar:
+
+        def note(progress: Progress) -> None:
+            bar.show(progress.done, progress.total)
+
+        found, work = run.complete(job, *inputs, note=note, **more)
+    stage_logger().info("%d answers generated now, %d tokens", work.samples, work.tokens)
+    return found
 
 
 def enqueue(samples: Sequence[Sample], *, source: ContentId, mode: RolloutMode) -> None:

@@ -39,6 +39,16 @@ AGENTS = {
 """In place of the examples' own code and suites, whose content enters keys: to edit them changes no key here."""
 
 
+INSPECT_TASK = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import FieldSpec, json_dataset
+from inspect_ai.scorer import includes
+
+@task
+def sorting():
+    rows = json_dataset("data/example/held-out.jsonl", FieldSpec(input="prompt", target="answer"))
+    return Task(dataset=rows, scorer=includes())
+"""
 LM_EVAL_TASK = """
 task: sorting
 dataset_path: json
@@ -85,6 +95,7 @@ def write_inputs(folder: Path) -> None:
         folder / "data" / "real" / "instructions.jsonl", ({"instruction": f"Name {n}.", **told} for n in range(4))
     )
     (folder / "sorting.yaml").write_text(LM_EVAL_TASK)
+    (folder / "sorting.py").write_text(INSPECT_TASK)
     answers = [[*messages, {"role": "assistant", "content": str(n + 1)}] for n, messages in enumerate(asked)]
     _write_rows(folder / "data" / "real" / "sft.jsonl", ({"messages": messages} for messages in answers))
     for name, text in AGENTS.items():

@@ -62,9 +62,11 @@ CHOICES = {
 }
 HELD_OUT = {"name": "sorting", "rows": {"path": "data/example/held-out.jsonl"}, "sampling": {"max_tokens": 16}}
 AWAY = {"kind": "endpoint", "url": "http://127.0.0.1:9/v1", "model": "served", "revision": "1"}
+INSPECT = {"kind": "inspect", "name": "theirs", "tasks": ["sorting.py"], "generate_config": {"max_tokens": 8}}
 LM_EVAL = {"kind": "lm_eval", "name": "theirs", "tasks": ["sorting.yaml"]}
 FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "eval-tiny, tasks of lm_eval": ("eval-tiny", {"suites": [LM_EVAL]}),
+    "eval-tiny, tasks of inspect_ai": ("eval-tiny", {"suites": [INSPECT]}),
     "eval-tiny, choices": ("eval-tiny", {"suites": [CHOICES]}),
     "eval-tiny, a model at an endpoint": ("eval-tiny", {"model": AWAY, "suites": [HELD_OUT]}),
     "ppo-tiny, a reward model": ("ppo-tiny", {"algorithm.reward": TRAINED_REWARD}),
