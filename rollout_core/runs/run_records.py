@@ -54,7 +54,8 @@ _AT_ONCE = 200
 """Heads that are read side by side."""
 _SETTLED_SECONDS = 10.0
 _NOT_FILED = ContentId("0" * 64)
-_TIME = "%Y%m%dT%H%M%S"
+_TIME = "%Y%m%dT%H%M%S%f"
+"""To the microsecond: names sort by it, and runs may begin within one second. Older names have whole seconds."""
 
 RunState = Literal["running", "completed", "failed", "stopped"]
 LOST = "lost"

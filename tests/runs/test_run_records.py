@@ -97,6 +97,17 @@ def test_runs_are_found_by_digits_by_name_and_as_the_latest(objects: ObjectStore
         records.find("cccc")
 
 
+def test_runs_that_began_within_one_second_are_ordered_by_when_they_did(objects: ObjectStore) -> None:
+    records = RunRecords(objects)
+    earlier = f"run-records/{BEGAN:%Y%m%dT%H%M%S}-cccc4444-0000"  # as names were
+    objects.set_ref(earlier, objects.put_json(head("cccc4444-0000", detail=objects.put_bytes(b"{}"))))
+    for place, run in enumerate(reversed(IDS)):
+        began = BEGAN + timedelta(milliseconds=100 * (place + 1))
+        records.write(head(run, began=began, written=began), RunDetail(config={}))
+    assert [found.id for found in records.heads()] == [*IDS, "cccc4444-0000"]
+    assert records.find("latest").id == IDS[0]
+
+
 def test_who_reads_while_a_run_writes_gets_the_next_record(objects: ObjectStore) -> None:
     reader, writer = RunRecords(objects), RunRecords(objects)
     writer.write(head(), RunDetail(config={"version": 1}))
