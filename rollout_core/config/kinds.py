@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config.agents import LearnOnlineConfig, TrainAgentConfig, TunePromptConfig
-from rollout_core.config.base import parse_config
+from rollout_core.config.base import Settings, parse_config
 from rollout_core.config.evaluation import Suite
 from rollout_core.config.inspect_ai import InspectSuite
 from rollout_core.config.lm_eval import LmEvalSuite
@@ -41,6 +41,9 @@ CONFIG_KINDS: dict[str, type[Run]] = {
     "learn-online": LearnOnlineConfig,
 }
 
+SUITE_KINDS: dict[str, type[Settings]] = {"suite": Suite, "suite-lm-eval": LmEvalSuite, "suite-inspect": InspectSuite}
+"""Files of suites, by the name that `rollout schema` knows them by."""
+
 
 def kind_of(tables: Mapping[str, Any], name: str) -> str:
     """The kind of run that a file's tables are of. Raises ConfigError where that is not clear, or with what is wrong
@@ -63,5 +66,4 @@ def kind_of(tables: Mapping[str, Any], name: str) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of every run configuration, by kind, and of files of suites."""
-    suites = {"suite": Suite, "suite-lm-eval": LmEvalSuite, "suite-inspect": InspectSuite}
-    return {name: model.model_json_schema() for name, model in {**CONFIG_KINDS, **suites}.items()}
+    return {name: model.model_json_schema() for name, model in {**CONFIG_KINDS, **SUITE_KINDS}.items()}

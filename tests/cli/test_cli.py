@@ -23,6 +23,7 @@ from flows.cli.lazy import LazyCommand
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import CONFIG_KINDS
 from rollout_core.config.base import read_toml
+from rollout_core.config.kinds import SUITE_KINDS
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
@@ -343,7 +344,7 @@ def test_the_version_is_the_packages():
 
 def test_the_schema_of_one_kind_of_run_is_printed_by_its_name():
     everything = json.loads(rollout("schema").stdout)
-    assert list(everything) == [*CONFIG_KINDS, "suite", "suite-lm-eval"]
+    assert list(everything) == [*CONFIG_KINDS, *SUITE_KINDS]
     for kind in everything:
         assert json.loads(rollout("schema", kind).stdout) == everything[kind]
     expected = "no kind of configuration is named 'sft'; expected one of nightly, train-sft, "
@@ -571,7 +572,7 @@ def test_what_is_not_there_is_exit_code_2_and_makes_no_folder(tmp_path: Path):
 
 def test_the_schema_of_every_kind_of_run_is_printed_as_json():
     result = rollout("schema")
-    assert result.exit_code == 0 and set(json.loads(result.stdout)) == {*CONFIG_KINDS, "suite", "suite-lm-eval"}
+    assert result.exit_code == 0 and set(json.loads(result.stdout)) == {*CONFIG_KINDS, *SUITE_KINDS}
 
 
 # Real runs

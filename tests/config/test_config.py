@@ -41,6 +41,7 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.config.described import field_docs
+from rollout_core.config.kinds import SUITE_KINDS
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
@@ -443,7 +444,7 @@ def test_a_class_whose_source_is_not_to_be_had_has_no_descriptions():
 
 def test_the_schema_covers_every_kind_of_run_with_descriptions():
     schema = json_schema()
-    assert set(schema) == {*CONFIG_KINDS, "suite", "suite-lm-eval"}
+    assert set(schema) == {*CONFIG_KINDS, *SUITE_KINDS}
     assert schema["nightly"]["$defs"]["PPOSettings"]["properties"]["clip"]["description"]
     # Plain unions: the run form of the Prefect UI shows them as tabs.
     assert "anyOf" in schema["nightly"]["properties"]["backend"]
