@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import Limits
 from rollout_core.base.stopping import in_thread
-from rollout_core.config import EndpointModel
+from rollout_core.config import AnyBackend, EndpointModel, OpenAIBackend
 from rollout_core.config.inspect_ai import InspectSuite
 from rollout_core.data.samples import encode_samples
 from rollout_core.evaluation.harnesses import python_of
@@ -154,8 +154,20 @@ async def evaluate(
     chat = asked.models[None]
     if chat.num_without_room:
         log.warning("%d questions left no room for an answer in the model's context", chat.num_without_room)
-    found = _report(objects, suite, tasks, engine.model.content_id, found["logs"], chat.answers, chat.num_without_room)
-    return found, work
+    graders = ((endpoint, asked.models[role]) for role, endpoint in suite.model_roles.items())
+    usage = _usage([(engine.config, chat), *graders])
+    about = objects, suite, tasks, engine.model.content_id
+    return _report(*about, found["logs"], chat.answers, chat.num_without_room, usage), work
+
+
+def _usage(asked: Iterable[tuple[AnyBackend, KeptChat]]) -> dict[str, dict[str, Sequence[int]]]:
+    """Tokens of prompt and answer as endpoints count them, by the endpoint's name and the sample's id."""
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for backend, chat in asked:
+        if isinstance(backend, OpenAIBackend | EndpointModel):
+            counted = ((str(answer.sample.id), answer.completion.usage) for answer in chat.answers)
+            found.setdefault(backend.name, {}).update((sample, usage) for sample, usage in counted if usage is not None)
+    return found
 
 
 def _options_of(
@@ -240,6 +252,7 @@ def _report(
     logs: Sequence[Mapping[str, Any]],
     answers: Sequence[KeptAnswer],
     num_without_room: int,
+    usage: Mapping[str, Mapping[str, Sequence[int]]],
 ) -> SuiteReport:
     ids = [f"{task_log['task']}/{name}" for task_log in logs for name in task_log["questions"]]
     place_of = {name: place for place, name in enumerate(ids)}
@@ -276,6 +289,8 @@ def _report(
         "places": [shown.get(name) for name in ids],
         "inspect": list(logs),
     }
+    if usage:
+        filed["usage"] = usage
     return SuiteReport(
         suite=suite.name,
         suite_id=content_id("inspect-suite/1", [_settings(suite), tasks.version, tasks.source]),

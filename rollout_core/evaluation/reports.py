@@ -52,8 +52,8 @@ class SuiteReport(Record):
     """As of `Scores`; of a choice whether its question was answered right."""
     questions: BlobId
     """JSON: the ids of the questions; by metric, their values, ``null`` of one without; the places of the
-    completions that are shown of them, ``null`` where none is kept; and by metric the ``weights`` of questions that do
-    not count alike."""
+    completions that are shown of them, ``null`` where none is kept; by metric the ``weights`` of questions that do not
+    count alike; and by endpoint and sample the ``usage`` of answers that no `Completions` of the run have."""
     num_questions: int
     num_samples: int
     """Answers that were had."""

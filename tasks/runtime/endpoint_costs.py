@@ -4,13 +4,14 @@ record of the run."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import EndpointModel, OpenAIBackend
 from rollout_core.data.samples import decode_completions_blob
+from rollout_core.inference.endpoint_model import endpoint_id
 from rollout_core.inference.spending import Account, Charge, RunSpending, Spending, spent_by_endpoint
 from rollout_core.objects import ObjectStore
 from tasks.runtime.connections import objects
@@ -41,15 +42,34 @@ def generated_so_far(journal: Journal, backend: OpenAIBackend | EndpointModel, o
         found = journal.generating = journal.generating or RunSpending("generation")
     spending = found.of(backend.name)
 
-    def charges(completions: ContentId) -> Iterator[tuple[str, str, Charge]]:
-        account = Account(backend, backend.budget, spending)
-        for row in decode_completions_blob(objects.get_bytes(completions)):
-            if row.usage is not None:
-                yield backend.name, str(row.id), account.charge(row.usage[0], row.usage[1])
+    if backend.budget is None:
+        return spending
+    account, own = Account(backend, backend.budget, spending), _model_of(backend)
 
-    for completions in list(journal.completed) if backend.budget is not None else ():
-        found.note_filed(completions, lambda completions=completions: charges(completions))
+    def charges(usages: Iterable[tuple[str, Sequence[int]]]) -> Iterator[tuple[str, str, Charge]]:
+        for sample, usage in usages:
+            yield backend.name, sample, account.charge(usage[0], usage[1])
+
+    def completed(blob: ContentId) -> Iterator[tuple[str, Sequence[int]]]:
+        for row in decode_completions_blob(objects.get_bytes(blob)):
+            if row.usage is not None:
+                yield str(row.id), row.usage
+
+    def asked(questions: ContentId) -> Iterable[tuple[str, Sequence[int]]]:
+        return objects.get_json(questions).get("usage", {}).get(backend.name, {}).items()
+
+    # A run may ask several endpoints, such as a model and its grader; what one of them took is not the other's.
+    for model, blob in list(journal.completed):
+        if own in (None, model):
+            found.note_filed(f"{backend.name} {blob}", lambda blob=blob: charges(completed(blob)))
+    for questions in list(journal.asked):
+        found.note_filed(f"{backend.name} {questions}", lambda questions=questions: charges(asked(questions)))
     return spending
+
+
+def _model_of(backend: OpenAIBackend | EndpointModel) -> ContentId | None:
+    """The model of whose completions an endpoint is paid; None of one that has whichever the run's are."""
+    return endpoint_id(backend) if isinstance(backend, EndpointModel) else None
 
 
 def endpoint_facts(journals: Iterable[Journal]) -> dict[str, str]:

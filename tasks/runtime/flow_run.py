@@ -186,9 +186,12 @@ def _interruption_behind(error: BaseException) -> BaseException:
     would count as failed.
     """
     behind: BaseException | None = error
-    while behind is not None:
+    seen: set[int] = set()
+    # An error that several were told of, each of which raised it, may be a cause of its own cause.
+    while behind is not None and id(behind) not in seen:
         if isinstance(behind, (TerminationSignal, KeyboardInterrupt)):
             return behind
+        seen.add(id(behind))
         behind = behind.__cause__ or behind.__context__
     return error
 

@@ -18,6 +18,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from rollout_core.base.ids import ContentId
+from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.inference.spending import RunSpending
 from rollout_core.objects.records import Completions, EvalReport, Record, Scores, ShardCompletions
 
@@ -157,8 +158,10 @@ class Journal:
     """What scorings filed of judges (`Scores.judged`), also cached ones."""
     judging: RunSpending | None = None
     """What judges took, once somebody asked (`judged_so_far`)."""
-    completed: list[ContentId] = field(default_factory=list)
-    """Completions of cached stages."""
+    completed: list[tuple[ContentId, ContentId]] = field(default_factory=list)
+    """Models, and their completions, of cached stages."""
+    asked: list[ContentId] = field(default_factory=list)
+    """What cached evaluations filed of their questions (`SuiteReport.questions`)."""
     generating: RunSpending | None = None
     """What endpoints that generate took, once one is asked (`generated_so_far`)."""
 
@@ -183,7 +186,9 @@ class Journal:
         if isinstance(entry.result, Scores | EvalReport) and entry.result.judged is not None:
             self.judged.append(entry.result.judged)
         if isinstance(entry.result, Completions | ShardCompletions) and entry.state == CACHED:
-            self.completed.append(entry.result.completions)
+            self.completed.append((entry.result.model, entry.result.completions))
+        if isinstance(entry.result, SuiteReport) and entry.state == CACHED:
+            self.asked.append(entry.result.questions)
         self.totals.setdefault(entry.stage, StageTotals()).add(entry, time.monotonic())
 
     def makers_for(self, named: Collection[ContentId]) -> dict[str, str]:

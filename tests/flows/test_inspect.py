@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,20 @@ import pytest
 from typer.testing import CliRunner
 
 from deployments.cli import app
+from flows.evaluate import evaluate_suites
+from rollout_core.base.errors import Fatal
+from rollout_core.config import EndpointModel, EvalConfig, SamplingParams
 from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.inference.backend import Request
+from rollout_core.inference.endpoint_model import body_of
+from rollout_core.inference.kept_chat import LONGEST_ANSWER
+from rollout_core.inference.spending import Account
 from rollout_core.runs.evaluations import evaluated_models
 from rollout_core.runs.run_records import RunRecords
 from tests.evaluation import inspected
 from tests.flows.conftest import finished_samples, objects, wait_for
 from tests.flows.test_evaluate import ROLLOUT, evaluate, last_states
+from tests.support.answer_server import AnswerServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -83,3 +93,43 @@ def test_killed_while_it_answers_the_next_run_goes_on_and_comes_to_the_same_repo
     assert (report.num_questions, report.num_samples) == (8, 16)
     samples = decode_samples(objects().get_bytes(report.samples))
     assert [len(sample.prompt) for sample in samples[:4]] == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("who", ["model", "grader"])
+def test_what_a_cached_stage_took_counts_in_the_budgets_of_model_and_grader(folder: Path, who: str):
+    source = (folder / "tasks.py").read_text()
+    (folder / "more.py").write_text(source.replace("def judged", "def judged_again"))
+    answers = {**{f"sort {n} 1": str(n % 2) for n in range(2, 8)}, "grade 1": "yes", "grade 0": "no"}
+    with AnswerServer(answers) as server, AnswerServer(answers) as judge:
+        asked = {"model": server, "grader": judge}[who]
+        endpoints = {name: endpoint(name, {"model": server, "grader": judge}[name]) for name in ("model", "grader")}
+        request = Request("", (), SamplingParams(max_tokens=16 if who == "model" else LONGEST_ANSWER), 0)
+        text = "sort 2 1" if who == "model" else "grade 1"
+        asking = replace(request, messages=[{"role": "user", "content": text}])
+        config = endpoints[who]
+        limit = Account(config).most(body_of(config, asking), request.params.max_tokens).tokens + 35
+        suites = [
+            suite(name=name, tasks=[task], model_roles={"grader": endpoints["grader"].model_dump(mode="json")})
+            for name, task in (("one", "tasks.py@judged"), ("two", "more.py@judged_again"))
+        ]
+
+        def run(num_suites: int, tokens: int) -> None:
+            budgeted = [json.loads(json.dumps(suite)) for suite in suites[:num_suites]]
+            model = endpoints["model"].model_dump(mode="json")
+            for table in [model] if who == "model" else [each["model_roles"]["grader"] for each in budgeted]:
+                table["budget"] = {"tokens": tokens}
+            evaluate_suites(EvalConfig.model_validate({"run": {"name": "paid"}, "model": model, "suites": budgeted}))
+
+        run(1, limit)
+        assert len(asked.asked) == 4
+        with pytest.raises(Fatal, match=rf"generation has taken 40 of {limit:,} tokens of its budget"):
+            run(2, limit)
+        assert len(asked.asked) == 4
+        run(2, 100_000)
+    records = RunRecords(objects())
+    facts = records.detail(records.heads()[0])[1].facts
+    assert facts[f"endpoint {who} at {asked.url}"] == "8 answers, 56 tokens of prompts and 24 of answers"
+
+
+def endpoint(name: str, server: AnswerServer) -> EndpointModel:
+    return EndpointModel(kind="endpoint", url=server.url, model=name, max_retries=0)
