@@ -11,8 +11,12 @@ import json
 import math
 import os
 import random
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -47,6 +51,7 @@ from inspect_ai.scorer import value_to_float
 from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
 
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.socket_paths import short_address
 
 RANDOM_SEED = 0
 """So that a task which shuffles its rows without a seed asks the same each time."""
@@ -55,6 +60,8 @@ MOST_CHARACTERS = 500
 RECEIVED_BYTES = 2**16
 LIBRARY = Path(os.__file__).parent
 STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
+END_SECONDS = 60.0
+"""For sandboxes to be cleaned up where the evaluation ends early."""
 NO_ROOM = "context_length_exceeded"
 SPREADS = frozenset({"stderr", "std", "var", "bootstrap_stderr"})
 """Metrics that say how far others scatter."""
@@ -168,6 +175,8 @@ def _models(given: dict[str, Any], note: Callable[[], None]) -> dict[str | None,
 def _evaluated(tasks: list[Task], models: Mapping[str | None, Model], given: dict[str, Any]) -> list[EvalLog]:
     options = {name: given[name] for name in ("limit", "epochs", "message_limit", "token_limit", "fail_on_error")}
     generate = {"max_connections": given["max_connections"], **given["generate_config"]}
+    # Which an event loop takes for a wish to end it (`_end_evaluation`).
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         logs = evaluate(
             tasks,
@@ -185,7 +194,7 @@ def _evaluated(tasks: list[Task], models: Mapping[str | None, Model], given: dic
             **options,
             **generate,
         )
-    except Exception as error:  # whatever inspect_ai raises
+    except (Exception, KeyboardInterrupt) as error:  # whatever inspect_ai raises
         raise Fatal(f"inspect_ai: {_line(error)}") from error
     by_name = {log.eval.task.rpartition("/")[2]: log for log in logs}
     found = [by_name[_name(task)] for task in tasks]
@@ -261,7 +270,10 @@ class _Asked(ModelAPI):
         active = sample_active()
         asker = ["", "", 0] if active is None else [active.task, str(active.sample.id), active.epoch]
         body = _body(input, tools, tool_choice, config)
-        answer = await self._ask({"role": self._role, "asker": asker, "body": body})
+        with _numbered({"role": self._role, "asker": asker, "body": body}) as request:
+            answer = await self._ask(request)
+        if answer.get("ends"):
+            _end_evaluation()
         if "error" not in answer:
             self._note()
             return _output(self.model_name, answer)
@@ -275,7 +287,9 @@ class _Asked(ModelAPI):
         return found["num_tokens"]
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        async with await anyio.connect_unix(self._socket) as stream:
+        with short_address(Path(self._socket)) as address:
+            connected = await anyio.connect_unix(address)
+        async with connected as stream:
             await stream.send(json.dumps(request).encode("ascii"))
             await stream.send_eof()
             received = bytearray()
@@ -287,6 +301,37 @@ class _Asked(ModelAPI):
         if not received:
             raise RuntimeError("the process that asks the model has ended")
         return json.loads(received)
+
+
+_numbers = count()
+_too_late: dict[str, list[int]] = {}
+"""Numbers of questions whose answers came too late for those who asked, by the question."""
+
+
+@contextmanager
+def _numbered(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The request with a number of its own: the one that it had where its answer came too late, as of a task with
+    ``attempt_timeout``, since another number may be another draw."""
+    key = json.dumps(request, sort_keys=True)
+    number = heappop(_too_late[key]) if _too_late.get(key) else next(_numbers)
+    try:
+        yield {**request, "number": number}
+    except BaseException:
+        heappush(_too_late.setdefault(key, []), number)
+        raise
+
+
+_ending: list[threading.Timer] = []
+
+
+def _end_evaluation() -> None:
+    """Ends it as Ctrl-C does, so that sandboxes are cleaned up, whatever errors a task catches; and by the end of the
+    process where that takes long."""
+    if not _ending:
+        _ending.append(threading.Timer(END_SECONDS, os._exit, [1]))
+        _ending[0].daemon = True
+        _ending[0].start()
+        signal.raise_signal(signal.SIGINT)
 
 
 def _body(

@@ -20,6 +20,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import Limits
+from rollout_core.base.socket_paths import short_address
 from rollout_core.base.stopping import in_thread
 from rollout_core.config import AnyBackend, EndpointModel, OpenAIBackend
 from rollout_core.config.inspect_ai import InspectSuite
@@ -198,7 +199,8 @@ class _Asked:
     @asynccontextmanager
     async def listening(self, path: Path) -> AsyncIterator[None]:
         """Inside the block questions are answered that come over a socket."""
-        server = await asyncio.start_unix_server(self._serve, path)
+        with short_address(path) as address:
+            server = await asyncio.start_unix_server(self._serve, address)
         try:
             yield
         finally:
@@ -218,16 +220,18 @@ class _Asked:
             return _as_error(error.message, error.code)
         except Exception as error:  # noqa: BLE001 - raised where the evaluation ends, once the tasks have
             self.error = self.error or error
-            return _as_error(_ENDED.format(error))
+            return self._end()
+
+    def _end(self) -> dict[str, Any]:
+        return _as_error(_ENDED.format(self.error)) | {"ends": True}
 
     async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if "text" in request:
             return {"num_tokens": self.models[request["role"]].num_tokens(request["text"])}
         if self.error is not None:
-            return _as_error(_ENDED.format(self.error))
-        return await self.models[request["role"]].answer(
-            Asker(*request["asker"], role=request["role"]), request["body"]
-        )
+            return self._end()
+        asker = Asker(*request["asker"], role=request["role"])
+        return await self.models[request["role"]].answer(asker, request["body"], number=request["number"])
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
@@ -250,7 +254,7 @@ def _report(
     tasks: InspectTasks,
     model: ContentId,
     logs: Sequence[Mapping[str, Any]],
-    answers: Sequence[KeptAnswer],
+    answers: Iterable[KeptAnswer],
     num_without_room: int,
     usage: Mapping[str, Mapping[str, Sequence[int]]],
 ) -> SuiteReport:

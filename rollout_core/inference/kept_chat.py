@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from rollout_core.base.ids import SampleIds, canonical_json
+from rollout_core.base.ids import ContentId, SampleIds, canonical_json
 from rollout_core.config import AnyBackend, EndpointModel, SamplingParams
 from rollout_core.data.samples import (
     Completion,
@@ -88,19 +88,29 @@ class KeptChat:
         self._writer = Writer(self._tokenizer, "model", parses_tools=self._is_here)
         self._encoder = Encoder()
         self._asked: Counter[bytes] = Counter()
+        self._firsts: dict[int, int] = {}
+        """By number of the question, how often the same was asked before."""
+        self._answers: dict[ContentId, KeptAnswer] = {}
         self.num_without_room = 0
         """Questions that left no room for an answer."""
-        self.answers: list[KeptAnswer] = []
-        """All that were given."""
 
-    async def answer(self, asker: Asker, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request's JSON. Raises ApiError where it cannot be answered, and as `OnDemand.complete`."""
+    @property
+    def answers(self) -> Collection[KeptAnswer]:
+        """All that were given."""
+        return self._answers.values()
+
+    async def answer(self, asker: Asker, body: Mapping[str, Any], *, number: int) -> dict[str, Any]:
+        """The answer to a request's JSON. A question that is asked again as its answer came too late has the ``number``
+        that it had, and the same answer; else one that was asked before draws anew.
+
+        Raises ApiError where it cannot be answered, and as `OnDemand.complete`.
+        """
         ask = read_ask(body, is_chat=True, sampling=None, vocab_size=0)
         chat = cast(Chat, ask.prompts[0])
         for name, reason in () if isinstance(self._backend, EndpointModel) else unsupported(ask.params, self._backend):
             raise ApiError(400, f"{name}: {reason}", name, "unsupported_parameter")
         prompt, params = await self._prompt(ask, chat)
-        samples = self._samples(ask, chat, prompt, params, asker)
+        samples = self._samples(ask, chat, prompt, params, asker, number)
         answered = await asyncio.gather(*(self._complete(sample, params, asker) for sample in samples))
         return self._written(ask, answered, prompt)
 
@@ -123,7 +133,9 @@ class KeptChat:
         # A seed of the request's makes its draws others, and equal requests draw differently with it, too.
         return prompt, params.model_copy(update={"seed": ask.seed})
 
-    def _samples(self, ask: Ask, chat: Chat, prompt: Tokenized, params: SamplingParams, asker: Asker) -> list[Sample]:
+    def _samples(
+        self, ask: Ask, chat: Chat, prompt: Tokenized, params: SamplingParams, asker: Asker, number: int
+    ) -> list[Sample]:
         ends = [] if params.ignore_eos else list(self._ends)
         named = {
             "messages": list(chat.messages),
@@ -132,7 +144,9 @@ class KeptChat:
             "asked_by": [asker.role, asker.task, asker.sample_id, asker.epoch],
         }
         identities = identities_of(self._model.content_id, params, self._known_ids)
-        first = self._next(identities, named, ask.count)
+        if number not in self._firsts:
+            self._firsts[number] = self._next(identities, named, ask.count)
+        first = self._firsts[number]
         extras = {"task": asker.task, "sample_id": asker.sample_id, "epoch": asker.epoch}
         return [
             Sample(
@@ -162,7 +176,7 @@ class KeptChat:
         [found] = decode_completions_blob(line)
         if found.error is not None:
             raise ApiError(400, found.error)
-        self.answers.append(KeptAnswer(asker, sample, line, found))
+        self._answers[sample.id] = KeptAnswer(asker, sample, line, found)
         return request_of(sample, params), found
 
     def _written(

@@ -73,21 +73,23 @@ class OnDemand:
         self._has_lane = asyncio.Event()
         self._error: BaseException | None = None
         self._is_ended = False
-        self._done: list[ContentId] = []
+        self._done: dict[ContentId, None] = {}
+        """In order."""
         self.work = Work()
 
     async def complete(self, sample: Sample, params: SamplingParams) -> bytes:
-        """The line of a completions blob for a sample that is the only one of its id; with an ``error`` where there is
-        no completion for good.
+        """The line of a completions blob for a sample; with an ``error`` where there is no completion for good.
 
-        Raises Recoverable where another try may succeed, and what ends the engine or the store.
+        One that is waited for is not drawn again. Raises Recoverable where another try may succeed, and what ends the
+        engine or the store.
         """
         if self._error is not None:
             raise self._error
-        wanted = _Wanted(sample, params, asyncio.get_running_loop().create_future())
-        self._open[sample.id] = wanted
-        self._want([wanted])
-        return await wanted.answer
+        wanted = self._open.get(sample.id)
+        if wanted is None:
+            wanted = self._open[sample.id] = _Wanted(sample, params, asyncio.get_running_loop().create_future())
+            self._want([wanted])
+        return await asyncio.shield(wanted.answer)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[OnDemand]:
@@ -208,7 +210,7 @@ class OnDemand:
         wanted = self._open.pop(sample)
         if not wanted.answer.done():
             wanted.answer.set_result(line)
-        self._done.append(sample)
+        self._done[sample] = None
         running = len(self._claimed)
         self._on_progress(
             Progress(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentImage, get_model
+from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentImage, GenerateConfig, get_model
 from inspect_ai.scorer import Score, accuracy, choice, includes, mean, scorer, stderr
 from inspect_ai.solver import Generate, TaskState, generate, multiple_choice, solver, system_message, use_tools
 from inspect_ai.tool import tool
@@ -125,3 +127,36 @@ def roled():
 @task
 def unscored():
     return Task(dataset=ROWS[:1], scorer=None)
+
+
+@solver
+def impatient():
+    async def solve(state: TaskState, ask: Generate) -> TaskState:
+        first = await get_model().generate("sort 2 1", config=GenerateConfig(attempt_timeout=1))
+        second = await get_model().generate("sort 2 1")
+        state.metadata["same"] = first.completion == second.completion
+        return await ask(state)
+
+    return solve
+
+
+@task
+def waiting():
+    return Task(dataset=ROWS[:1], solver=impatient(), scorer=includes())
+
+
+@solver
+def stubborn():
+    async def solve(state: TaskState, ask: Generate) -> TaskState:
+        while True:
+            try:
+                return await ask(state)
+            except Exception:  # noqa: BLE001 - what this task is about
+                await asyncio.sleep(0.01)
+
+    return solve
+
+
+@task
+def going_on():
+    return Task(dataset=ROWS[:2], solver=stubborn(), scorer=includes())

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
-from rollout_core.config import InspectSuite, ScriptedBackend
+from rollout_core.config import EndpointModel, InspectSuite, ScriptedBackend
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.evaluation import inspect_process, inspect_tasks
 from rollout_core.evaluation.inspect_tasks import InspectTasks, evaluate, find_tasks
@@ -216,6 +218,44 @@ def test_an_endpoint_that_is_down_ends_it_with_what_it_said(run: Any):
     suite = suite_of("judged", model_roles={"grader": grader}, fail_on_error=False)
     with pytest.raises(Recoverable, match=r"no answer|refused|cannot connect|Connect"):
         run(suite)
+
+
+def test_what_ends_the_engine_ends_a_task_that_catches_errors(run: Any):
+    with AnswerServer() as server:
+        url = server.url
+    backend = EndpointModel(kind="endpoint", url=url, model="wise", max_retries=0)
+    with pytest.raises(Recoverable, match=r"no answer|refused|cannot connect|Connect"):
+        run(suite_of("going_on"), backend=backend)
+
+
+def test_a_question_whose_answer_came_too_late_is_the_same_question(run: Any, objects: ObjectStore):
+    """The first of its answers is held back for longer than the task waits for it."""
+    is_too_late = threading.Event()
+
+    def hold(count: int) -> None:
+        if count == 1:
+            is_too_late.wait(4)
+
+    with AnswerServer({"sort 2 1": "9"}, on_answer=hold) as server:
+        backend = EndpointModel(kind="endpoint", url=server.url, model="wise")
+        report, _ = run(suite_of("waiting"), backend=backend)
+        assert (report.num_samples, len(server.asked)) == (3, 3), "once more where the task asks once more"
+        again, work = run(suite_of("waiting"), backend=backend)
+        assert again == report and work.samples == 0 and len(server.asked) == 3
+
+
+@pytest.mark.usefixtures("long_temporary_folder")
+def test_temporary_files_may_lie_in_a_folder_of_a_long_name(run: Any):
+    report, _ = run(suite_of("sums", limit=1))
+    assert report.num_samples == 2
+
+
+@pytest.fixture
+def long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 def test_tasks_that_change_under_way_are_refused(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):

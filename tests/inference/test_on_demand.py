@@ -83,6 +83,16 @@ async def test_one_answer_leads_to_the_next_question(asked: Batch, watched: Watc
     assert len(set(texts)) == 4 and watched.asked == asked.ids[:4]
 
 
+async def test_one_that_is_asked_for_twice_is_drawn_once_and_counted_once(asked: Batch, watched: WatchedEngine):
+    progress: list[Progress] = []
+    async with demand(asked, watched, note=progress.append) as found:
+        sample = asked.samples[0]
+        first = asyncio.create_task(found.complete(sample, PARAMS))
+        lines = await asyncio.gather(*(found.complete(sample, PARAMS) for _ in range(2)))
+        assert [await first, await found.complete(sample, PARAMS)] == lines
+    assert watched.asked == asked.ids[:1] and (progress[-1].done, progress[-1].total) == (1, 1)
+
+
 async def test_one_that_another_worker_has_is_waited_for(asked: Batch, watched: WatchedEngine):
     sample = asked.samples[0]
     async with SqlLightningStore.from_url(asked.database) as store:
