@@ -1,3 +1,4 @@
+from .launching import Session as Session
 from .programs import (
     LANGUAGES as LANGUAGES,
     Limits as Limits,

@@ -128,6 +128,10 @@ class Launcher:
                 second_run.stop()
             return outcome, answering.result()
 
+    def open(self, program: Program) -> Session:
+        """Start it, with a socket to its caller. Raises as `run`."""
+        return Session(self._running(), self._setup, program)
+
     def close(self) -> None:
         """End it, and what it still runs."""
         with self._lock:
@@ -273,6 +277,31 @@ def _payload(program: Program, setup: Setup) -> int:
     # The second version of the format is the same in every Python.
     fields = marshal.dumps(header, 2)
     return _memory_file([len(fields).to_bytes(LENGTH_BYTES, "little"), fields, *files.values()])
+
+
+class Session:
+    """A program that runs while its caller talks with it over ``channel``, a stream socket that the program has as its
+    descriptor 3. What it writes to its output is not read before its end, so it has to speak by the socket."""
+
+    def __init__(self, process: _Process, setup: Setup, program: Program) -> None:
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._program = _Running(process, setup, program, theirs.fileno())
+            except BaseException:
+                self.channel.close()
+                raise
+
+    def stop(self) -> None:
+        """Have it ended, without waiting for that."""
+        self._program.stop()
+
+    def end(self) -> Outcome:
+        """End it where it still runs, with all that it started; how it ended. Raises Recoverable where the launcher is
+        gone, and the program with it."""
+        self.stop()
+        with self.channel:
+            return self._program.outcome()
 
 
 class _Running:

@@ -20,7 +20,7 @@ from rollout_core.base.determinism import usable_cores
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.sandbox.commands import PRESETS, CommandRunner
 from rollout_core.sandbox.kernel import MACHINE, is_supported
-from rollout_core.sandbox.launching import Launcher, Setup
+from rollout_core.sandbox.launching import Launcher, Session, Setup
 from rollout_core.sandbox.programs import Outcome, Program, SandboxKind
 from rollout_core.sandbox.remote import RemoteRunner
 from rollout_core.sandbox.walls import NoSandbox, Wall, Walls, probe, probed, refused
@@ -112,6 +112,16 @@ class Sandbox:
         of sandbox cannot link programs."""
         with self._turns:
             return self._standing().run_linked(first, second)
+
+    def open(self, program: Program) -> Session:
+        """Start a program that runs beside its caller, who ends it. It takes no turn: callers bound how many there are.
+        Raises as `run`, and ConfigError where this kind of sandbox cannot talk with programs."""
+        runner = self._standing()
+        if not isinstance(runner, Launcher):
+            raise ConfigError(
+                f"a sandbox of kind {self.settings.kind} talks with no program that runs; use namespaces or bubblewrap"
+            )
+        return runner.open(program)
 
     def walls(self) -> Walls:
         """What this sandbox is made of on this machine. Raises ConfigError for settings that name what is not there."""

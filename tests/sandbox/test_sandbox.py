@@ -432,3 +432,45 @@ def test_a_program_and_an_outcome_are_the_same_after_a_way_as_json():
 def test_the_interpreter_of_a_virtual_environment_is_not_what_programs_get(namespaces: Sandbox):
     done = python(namespaces, "import sys\nprint(sys.prefix, *sys.version_info[:2])")
     assert done.stdout.decode() == f"{sys.base_prefix} {sys.version_info.major} {sys.version_info.minor}\n"
+
+
+ECHO = """
+import os, socket
+with socket.socket(fileno=3) as channel:
+    while said := channel.recv(100):
+        channel.sendall(said.upper())
+print("the end")
+"""
+
+
+def test_a_program_speaks_with_its_caller_until_it_is_ended(sandbox: Sandbox):
+    session = sandbox.open(Program(source=ECHO, limits=LIMITS))
+    for text in (b"one", b"two"):
+        session.channel.sendall(text)
+        assert session.channel.recv(100) == text.upper()
+    outcome = session.end()
+    assert outcome.ended == "stopped"
+    assert session.channel.fileno() == -1
+
+
+def test_a_program_that_ends_lets_go_of_its_caller(sandbox: Sandbox):
+    session = sandbox.open(Program(source=ECHO, limits=LIMITS))
+    session.channel.shutdown(socket.SHUT_WR)
+    assert session.channel.recv(100) == b""
+    assert session.end().stdout in (b"the end\n", b"")  # it may be ended before it writes
+
+
+def test_sessions_take_no_turns(namespaces: Sandbox):
+    sessions = [namespaces.open(Program(source=ECHO, limits=LIMITS)) for _ in range(namespaces.parallel + 4)]
+    for session in sessions:
+        session.channel.sendall(b"x")
+    assert [session.channel.recv(100) for session in sessions] == [b"X"] * len(sessions)
+    assert namespaces.run(Program(source="print(1)", limits=LIMITS)).stdout == b"1\n"
+    for session in sessions:
+        session.end()
+
+
+def test_a_sandbox_by_a_command_talks_with_no_program():
+    command = ("python3", "-c", "{script}")
+    with Sandbox(kind="command", command=command) as sandbox, pytest.raises(ConfigError):
+        sandbox.open(Program(source=ECHO))
