@@ -65,6 +65,9 @@ MOST_SAID = 300
 READ_BYTES = 2**16
 DRAIN_SECONDS = 5.0
 """For the last output once a program has ended. Without walls something that it started may hold on to the pipes."""
+HEARING_SECONDS = 1.0
+"""For a program to end by itself once its caller lets go of it. Without walls, what it has started ends with it only
+then."""
 LOOK_SECONDS = 1.0
 """Between two looks whether the caller is to stop."""
 
@@ -281,7 +284,8 @@ def _payload(program: Program, setup: Setup) -> int:
 
 class Session:
     """A program that runs while its caller talks with it over ``channel``, a stream socket that the program has as its
-    descriptor 3. What it writes to its output is not read before its end, so it has to speak by the socket."""
+    descriptor 3, and that is to end when it is closed. What it writes to its output is not read before its end, so it
+    has to speak by the socket."""
 
     def __init__(self, process: _Process, setup: Setup, program: Program) -> None:
         self.channel, theirs = socket.socketpair()
@@ -293,13 +297,16 @@ class Session:
                 raise
 
     def stop(self) -> None:
-        """Have it ended, without waiting for that."""
-        self._program.stop()
+        """Tell it to end, without waiting for that."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.channel.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> Outcome:
-        """End it where it still runs, with all that it started; how it ended. Raises Recoverable where the launcher is
-        gone, and the program with it."""
+        """End it where it still runs, with all that it started; how it ended. It is killed where it does not hear that
+        it is to end. Raises Recoverable where the launcher is gone, and the program with it."""
         self.stop()
+        if not self._program.answers_within(HEARING_SECONDS):
+            self._program.stop()
         with self.channel:
             return self._program.outcome()
 
@@ -340,6 +347,12 @@ class _Running:
         """End it before its time."""
         with contextlib.suppress(OSError):
             self._answer.send(b"kill")
+
+    def answers_within(self, seconds: float) -> bool:
+        """Whether it ends in this time, or has ended."""
+        poll = select.poll()
+        poll.register(self._answer, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def outcome(self) -> Outcome:
         """Wait for its end. Raises Recoverable where the machine is at fault."""

@@ -259,6 +259,12 @@ def test_a_service_runs_programs_for_others(service: SandboxService):
         ]
 
 
+def test_a_service_talks_with_no_program(service: SandboxService):
+    with Sandbox(kind="http", url=service.url, api_key="k") as sandbox:
+        with pytest.raises(ConfigError, match="kind http talks with no program that runs"):
+            sandbox.open(Program(source="print(1)"))
+
+
 def test_a_service_refuses_strangers_and_what_is_no_program(service: SandboxService):
     with Sandbox(kind="http", url=service.url, api_key="other") as sandbox:
         assert "status 401" in sandbox.walls().missing()[0]

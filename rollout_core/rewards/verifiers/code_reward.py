@@ -28,7 +28,7 @@ class CodeGrader:
             raise ConfigError(
                 f"language {spec.language!r} of reward code is not known; {near(spec.language, LANGUAGES)}"
             )
-        self._sandbox = Sandbox(_settings(spec.sandbox))
+        self._sandbox = Sandbox(sandbox_settings(spec.sandbox))
         self._limits = Limits(
             wall_seconds=spec.timeout_seconds,
             cpu_seconds=spec.cpu_seconds,
@@ -117,7 +117,8 @@ class CodeGrader:
         self._sandbox.close()
 
 
-def _settings(given: CodeSandbox | str) -> SandboxSettings:
+def sandbox_settings(given: CodeSandbox | str) -> SandboxSettings:
+    """Of a sandbox as a configuration has it. Raises ConfigError where its secret is not to be had."""
     if isinstance(given, str):
         return SandboxSettings(kind="none")
     return SandboxSettings(

@@ -29,7 +29,7 @@ class _TooMany(Exception):
 def sql_reward(spec: SqlReward, completion: str, extras: Mapping[str, Any]) -> float:
     """1 where the answer's query gives the same rows, else 0, also where it is no query. Raises ConfigError where the
     row's own cannot be run."""
-    with _opened(Path(spec.database)) as connection:
+    with read_only_database(Path(spec.database)) as connection:
         wanted, ordered = _wanted(spec, connection, extras[spec.answer_key])
         query = code_or_all(completion, spec.extract, "sql")
         try:
@@ -42,7 +42,7 @@ def sql_reward(spec: SqlReward, completion: str, extras: Mapping[str, Any]) -> f
 
 
 @contextlib.contextmanager
-def _opened(database: Path) -> Iterator[sqlite3.Connection]:
+def read_only_database(database: Path) -> Iterator[sqlite3.Connection]:
     """The file, from which queries may read and nothing else: no other file, no pragma, no extension. Raises
     ConfigError where rows of it stand in another file."""
     log = database.with_name(f"{database.name}-wal")

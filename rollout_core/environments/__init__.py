@@ -1,0 +1,1 @@
+"""Environments: episodes of several turns, in which a model calls tools."""
