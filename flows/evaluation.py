@@ -57,9 +57,23 @@ def evaluate_held_out(
     return evaluate(prompt_set, sampling, backend, judge.reward, judge.source, label=label)
 
 
+@dataclass(frozen=True)
+class HeldOutPrompts:
+    """Prompts whose completions say how good a model is."""
+
+    sampling: SamplingParams
+    backend: BackendConfig
+    prompts: ContentId
+    judge: Judge
+
+    def evaluate(self, model: ContentId, label: str) -> EvalReport:
+        """Reward of ``model`` on them."""
+        return evaluate_held_out(self.sampling, self.backend, self.prompts, self.judge, model, label)
+
+
 def guard_reports(
     config: NightlyConfig,
-    judge: Judge,
+    judge: Judge | None,
     before: EvalReport,
     latest: EvalReport | None,
     after: EvalReport,
@@ -75,6 +89,7 @@ def guard_reports(
             rivals = {"before": known[START], "latest": known.get(LATEST)}
             found.append(GuardReports(guard=number, **rivals, after=known[outcome]))
         elif subject_of(guard) in ("own reward", "own prompts"):
+            assert judge is not None, "episodes have no such guard"
             measure = _measure(config, judge, guard, f"guard {number + 1}")
             found.append(
                 GuardReports(

@@ -8,6 +8,7 @@ from typing import Any
 
 from flows.evaluation import HackingGuard, Judge, check_guards
 from flows.partial_rollouts import Carrying
+from flows.playing import Playing
 from flows.sampling import Replaying, Sampler, curriculum_order
 from flows.suites import RunSuites
 from rollout_core.base.ids import ContentId
@@ -53,44 +54,52 @@ def _teacher_of(settings: LearnerSettings) -> dict[str, Any]:
 def policy_iterations(
     config: NightlyConfig | TrainPPOConfig | TrainGRPOConfig,
     settings: OnPolicySettings,
-    judge: Judge,
+    judge: Judge | None,
     prompts: ContentId,
     start: FirstIteration,
     suites: RunSuites,
     *,
     reference: ContentId,
+    playing: Playing | None = None,
 ) -> Iterations:
     """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before, or with
     ``settings.async_depth`` on that of an earlier one, while those between are trained.
 
     A round takes up the prompts where the one before ended, also where that was in another run; the samples of the
-    first rounds are then those of ``start.model``. They end before the last one where ``suites`` say so.
+    first rounds are then those of ``start.model``. They end before the last one where ``suites`` say so. Either
+    ``judge`` rewards completions, or a round is one of ``playing`` episodes.
     """
     seed, backend, kind = config.seed, config.backend, settings.family
     model, train_state = start.model, start.train_state
-    order = curriculum_order(settings, prompts, reference, backend, judge)
     replaying = Replaying(settings, seed=seed, buffer=start.buffer)
     carrying = Carrying(settings, start.carried)
-    sampler = Sampler(prompts, settings, backend, judge, seed, order, start, carrying)
+    guard = None
+    if playing is not None:
+        experience = playing.experience
+    else:
+        assert judge is not None, "something rewards completions"
+        order = curriculum_order(settings, prompts, reference, backend, judge)
+        experience = Sampler(prompts, settings, backend, judge, seed, order, start, carrying).experience
+        guard = HackingGuard(settings, backend, judge)
     taught = _teacher_of(settings)
     rewards, checkpoints = [], []
     numbers = range(start.number, settings.iterations)
-    guard = HackingGuard(settings, backend, judge)
     if settings.async_depth:
         import_updates()
     with (
-        SamplesAhead(sampler.experience, numbers, depth=settings.async_depth, start=model) as ahead,
+        SamplesAhead(experience, numbers, depth=settings.async_depth, start=model) as ahead,
         kept_process(),
         TrainingStates(settings, objects()) as states,
     ):
         for number in numbers:
             label = f"iteration {number + 1}"
             drawn = ahead.take(number)
-            guard.look(number, model, drawn.scores, drawn.mean_reward)
+            if guard is not None:
+                guard.look(number, model, drawn.scores, drawn.mean_reward)
             scores, samples, again = replaying.mixed(number, drawn)
             inputs = model, train_state, reference, scores, samples
             options = {"seed": seed + number, "num_threads": config.num_threads, "label": label, **again, **taught}
-            states.best = {guard.best, suites.selected}
+            states.best = {None if guard is None else guard.best, suites.selected}
             checkpoint = states.update(number, UPDATES[kind], *inputs, settings, **options)
             check_guards(settings, checkpoint, label)
             if not settings.async_depth and states.holds(checkpoint):  # after a cached one, samples may be cached, too

@@ -8,8 +8,9 @@ from typing import Any, TypedDict, cast
 
 from prefect import flow
 
-from flows.evaluation import Judge, divergences, evaluate_held_out, guard_reports, judge_of
+from flows.evaluation import HeldOutPrompts, Judge, divergences, guard_reports, judge_of
 from flows.learning import learn_from_rows, policy_iterations
+from flows.playing import Environment, HeldOutEpisodes, Playing
 from flows.suites import RunSuites
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
@@ -23,7 +24,7 @@ from rollout_core.rewards.kept import close_rewards
 from rollout_core.rewards.source_ids import source_id
 from tasks.approval import reason_of
 from tasks.checkpoints import in_base_precision
-from tasks.imports import import_model, import_prompts, import_sft
+from tasks.imports import import_model, import_prompts, import_sft, import_tasks
 from tasks.promotion import latest_model, promote
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import end_of_stages
@@ -74,19 +75,18 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
 def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     model = import_model(config.model).model
     rows = import_sft(config.sft.dataset).data
-    held_out = import_prompts(config.evaluation.prompts, label="held out").data
-    judge = judge_of(config.reward)
+    held_out = _held_out(config)
     suites = RunSuites(config.evaluation.suites, config.backend)
 
     def evaluated(of: ContentId, moment: str) -> EvalReport:
-        report = evaluate_held_out(config.evaluation.sampling, config.backend, held_out, judge, of, moment)
+        report = held_out.evaluate(of, moment)
         suites.evaluate(of, moment)
         return report
 
     before = evaluated(model, START)
     tuned = learn_from_rows(config, config.sft, model, rows=rows, snapshot_label="after SFT")
     after_sft = evaluated(tuned.model, "after SFT")
-    learned = _learn(config, tuned.model, judge, suites)
+    learned = _learn(config, tuned.model, held_out, suites)
     final = in_base_precision(learned.outcome.model, model)
     after_learning = f"after {learned.algorithm}"
     after = evaluated(final, after_learning)
@@ -98,7 +98,9 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         rival,
         after,
         config.promotion,
-        guarded=guard_reports(config, judge, before, rival, after, suites.reports, after_learning),
+        guarded=guard_reports(
+            config, getattr(held_out, "judge", None), before, rival, after, suites.reports, after_learning
+        ),
         divergences=divergences(config, before, rival, after),
         instead_of=seen.served,
         backend=config.backend,
@@ -131,19 +133,38 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     )
 
 
-def _learn(config: NightlyConfig, start: ContentId, judge: Judge, suites: RunSuites) -> Learned:
-    """DPO; or PPO or GRPO, rewarded by ``judge`` or by a reward model that is trained first."""
+def _held_out(config: NightlyConfig) -> HeldOutPrompts | HeldOutEpisodes:
+    """What models are evaluated by, read once a run."""
+    source, sampling, backend = config.evaluation.prompts, config.evaluation.sampling, config.backend
+    if config.environment is None:
+        prompts = import_prompts(source, label="held out").data
+        return HeldOutPrompts(sampling, backend, prompts, judge_of(config.reward))
+    rows = import_tasks(source, label="held out").data
+    return HeldOutEpisodes(Environment.of(config.environment, backend, config.seed), sampling, rows)
+
+
+def _learn(
+    config: NightlyConfig, start: ContentId, held_out: HeldOutPrompts | HeldOutEpisodes, suites: RunSuites
+) -> Learned:
+    """DPO; or PPO or GRPO, rewarded by an environment, as held-out completions are, or by a reward model that is
+    trained first."""
     if config.dpo is not None:
         return Learned("DPO", [learn_from_rows(config, config.dpo, start, start, snapshot_label="after DPO")])
     settings = config.ppo or config.grpo
     assert settings is not None, "validated"
-    rater = None
-    if config.rm is not None:
-        rater = learn_from_rows(config, config.rm, start, snapshot_label="reward model")
-        reward = ModelReward(model=rater.model)
-        judge = Judge(reward, source_id(reward))
-    prompts = import_prompts(settings.prompts, label="training").data
-    iterations = policy_iterations(config, settings, judge, prompts, FirstIteration(start), suites, reference=start)
+    rater, judge, playing = None, None, None
+    if isinstance(held_out, HeldOutEpisodes):
+        prompts = import_tasks(settings.prompts, label="training").data
+        playing = Playing(held_out.environment, settings, prompts)
+    else:
+        judge = held_out.judge
+        if config.rm is not None:
+            rater = learn_from_rows(config, config.rm, start, snapshot_label="reward model")
+            reward = ModelReward(model=rater.model)
+            judge = Judge(reward, source_id(reward))
+        prompts = import_prompts(settings.prompts, label="training").data
+    first = FirstIteration(start)
+    iterations = policy_iterations(config, settings, judge, prompts, first, suites, reference=start, playing=playing)
     return Learned(
         "GRPO" if config.ppo is None else "PPO",
         iterations.checkpoints,

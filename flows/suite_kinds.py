@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flows.evaluation import Judge, judge_of
+from flows.playing import Environment
 from rollout_core.base.ids import ContentId
-from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, FunctionRows, SamplingParams, Suite
+from rollout_core.config import (
+    AnyBackend,
+    ChoiceScorer,
+    EndpointModel,
+    FunctionRows,
+    OpenAIBackend,
+    SamplingParams,
+    Suite,
+)
+from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.config.evaluation import SuiteRows
 from rollout_core.config.inspect_ai import InspectSuite
 from rollout_core.config.lm_eval import AnySuite, LmEvalSuite
@@ -18,8 +28,9 @@ from rollout_core.data.continuations import SCORING
 from rollout_core.evaluation.inspect_tasks import InspectTasks
 from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests
 from rollout_core.evaluation.reports import SuiteReport
-from rollout_core.objects.records import PromptSet
+from rollout_core.objects.records import EnvironmentSource, PromptSet
 from rollout_core.plans.plan import context_limit
+from tasks.environments import import_environment
 from tasks.generate import batch_inference, enqueue_prompts
 from tasks.imports import import_prompts, import_tasks
 from tasks.score import score_rewards
@@ -33,6 +44,7 @@ from tasks.suites import (
     import_rows,
     render_suite,
     report_choices,
+    report_episodes,
     report_lm_eval,
     report_suite,
 )
@@ -56,6 +68,8 @@ def prepare_suite(suite: AnySuite, label: str) -> PreparedSuite:
         return TasksOfLmEval(suite, import_lm_eval(suite, label=label))
     if isinstance(suite, InspectSuite):
         return TasksOfInspect(suite, import_inspect(suite, label=label))
+    if suite.environment is not None:
+        return Episodes(suite, suite.environment, _tasks(suite.rows, label), import_environment(suite.environment))
     prompts = _prompts(suite, label)
     if isinstance(suite.scorer, ChoiceScorer):
         return Choices(suite, suite.scorer, prompts)
@@ -96,6 +110,25 @@ class Choices:
         asked = enqueue_choices(self.prompts, model, self.scorer, **_context(backend), label=label)
         completions = batch_inference(asked, SCORING, backend, **_kept(self.suite), label=label)
         return report_choices(self.suite, self.prompts, completions, asked.samples, label=label)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Rows are starts of episodes, which an environment rewards."""
+
+    suite: Suite
+    settings: EnvironmentConfig
+    """The suite's environment."""
+    rows: ContentId
+    source: EnvironmentSource
+
+    def evaluate(self, model: ContentId, backend: AnyBackend, label: str) -> SuiteReport:
+        """As of `PreparedSuite`."""
+        assert not isinstance(backend, EndpointModel | OpenAIBackend), "the plan refuses it"
+        suite, environment = self.suite, Environment(self.source, self.settings, backend, seed=0)
+        options = {"mode": "test", "episodes_per_row": suite.samples, "label": label}
+        episodes, played = environment.play(model, self.rows, suite.sampling, **options)
+        return report_episodes(suite, self.rows, self.source, episodes, played, label=label)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.evaluation import judge_of
 from flows.learning import learn_from_rows, policy_iterations
+from flows.playing import Environment, Playing
 from flows.suites import RunSuites, suites_of
 from rollout_core.config import (
     TrainConfig,
@@ -28,7 +29,7 @@ from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import find_start
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.rewards.kept import close_rewards
-from tasks.imports import import_model, import_prompts
+from tasks.imports import import_model, import_prompts, import_tasks
 from tasks.runtime.connections import objects
 from tasks.runtime.dry_run import end_of_stages, is_placeholder
 from tasks.runtime.flow_run import pipeline
@@ -121,12 +122,17 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal) -> dict[str, Any]:
     settings = config.algorithm
     model = import_model(settings.base_model).model
-    prompts = import_prompts(settings.prompts).data
+    playing, judge = None, None
+    if config.environment is None:
+        prompts, judge = import_prompts(settings.prompts).data, judge_of(settings.reward)
+    else:
+        prompts = import_tasks(settings.prompts).data
+        playing = Playing(Environment.of(config.environment, config.backend, config.seed), settings, prompts)
     known = None if is_placeholder(prompts) else prompts
     start = first_iteration(objects(), config.run, settings, model, known, stage_logger().warning)
-    judge, suites = judge_of(settings.reward), suites_of(config)
+    suites = suites_of(config)
     suites.evaluate(start.model, START)
-    iterations = policy_iterations(config, settings, judge, prompts, start, suites, reference=model)
+    iterations = policy_iterations(config, settings, judge, prompts, start, suites, reference=model, playing=playing)
     last, rewards = iterations.outcome, iterations.rewards
     suites.evaluate(last.model, f"after {settings.family.upper()}")
     end_of_stages()

@@ -6,14 +6,24 @@ import statistics
 
 from prefect.runtime import flow_run
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, Replay, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data import replay
 from rollout_core.data.replay import Replayed
 from rollout_core.data.samples import decode_completions_blob, decode_samples
-from rollout_core.objects.records import Completions, Divergence, EvalReport, PromptSet, Scores, SelectedGroups
+from rollout_core.environments.transcripts import file_episodes
+from rollout_core.objects.records import (
+    AgentRollouts,
+    AgentTasks,
+    Completions,
+    Divergence,
+    EvalReport,
+    PromptSet,
+    Scores,
+    SelectedGroups,
+)
 from rollout_core.objects.retention.unstored import local_model
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.rewards import kept, scores as filed_scores
@@ -21,6 +31,7 @@ from rollout_core.rewards.scoring import RewardFunction
 from tasks.generate import Help, help_inference
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.endpoint_costs import judged_so_far
+from tasks.runtime.episodes import outcomes_of
 from tasks.runtime.generation import generate
 from tasks.runtime.journal import Journal, current_journal, stage_logger
 from tasks.runtime.placement import shared_with
@@ -165,6 +176,23 @@ def evaluate(
 
 
 evaluate.helped_by(help_inference)
+
+
+@stage(version=1, time="scoring")
+def evaluate_episodes(episodes: AgentTasks, played: AgentRollouts, *, label: str = "") -> EvalReport:
+    """Mean reward of a model in held-out episodes. Raises Fatal where one of them failed in every attempt."""
+    outcomes = outcomes_of(episodes, played)
+    failed = sum(outcome.reward is None for outcome in outcomes)
+    if failed:
+        raise Fatal(
+            f"{failed} of {len(outcomes)} held-out episodes failed in every attempt, so that models cannot be compared "
+            "by them; mend the environment, or raise environment.max_attempts"
+        )
+    completions, scores, _ = file_episodes(current_stage().objects, played.model, outcomes)
+    stage_logger().info("held-out reward of model %s: %.4f", played.model.short, scores.mean)
+    row = {"model": played.model.short, "episodes": scores.num_samples, "mean reward": round(scores.mean, 4)}
+    artifacts.table("evaluation", [row], f"Held-out evaluation {label}".strip())
+    return filed_scores.report_of(completions, scores)
 
 
 @stage(version=1, time="scoring", place="scoring")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import AnyBackend, ChoiceScorer, FunctionRows, SamplingParams, Suite, SuitePrompt
 from rollout_core.config.inspect_ai import InspectSuite
@@ -13,6 +14,7 @@ from rollout_core.data.continuations import Continued, scored_samples, scored_te
 from rollout_core.data.dataset_sources import import_dataset
 from rollout_core.data.datasets import PromptRow, TaskRow, parse_rows, to_jsonl
 from rollout_core.data.samples import Sample, file_samples, untokenised_samples
+from rollout_core.environments.transcripts import file_episodes
 from rollout_core.evaluation import choices, inspect_tasks, lm_eval_tasks, reports
 from rollout_core.evaluation.inspect_tasks import InspectTasks
 from rollout_core.evaluation.lm_eval_tasks import LmEvalRequests
@@ -20,8 +22,17 @@ from rollout_core.evaluation.prompts import render_prompts
 from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.evaluation.suite_files import function_rows
 from rollout_core.objects.origins import Source, record_import
-from rollout_core.objects.records import Completions, Dataset, PromptSet, Scores
+from rollout_core.objects.records import (
+    AgentRollouts,
+    AgentTasks,
+    Completions,
+    Dataset,
+    EnvironmentSource,
+    PromptSet,
+    Scores,
+)
 from tasks.runtime import artifacts, connections
+from tasks.runtime.episodes import outcomes_of
 from tasks.runtime.generation import account_of, enqueue, generate_on_demand, model_here
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, stage
@@ -187,6 +198,32 @@ def report_suite(
     objects, warn = current_stage().objects, stage_logger().warning
     report = reports.report_suite(
         objects, suite, prompts, reward_source, completions, scores, lambda line: warn("%s", line), asked=asked
+    )
+    _show(report, label)
+    return report
+
+
+@stage(version=1, time="scoring")
+def report_episodes(
+    suite: Suite,
+    rows: ContentId,
+    source: EnvironmentSource,
+    episodes: AgentTasks,
+    played: AgentRollouts,
+    *,
+    label: str = "",
+) -> SuiteReport:
+    """File the metrics of episodes that a suite asked for, and what was said in them. Raises Fatal where one failed in
+    every attempt, and the suite says that this ends the evaluation."""
+    objects = current_stage().objects
+    outcomes = outcomes_of(episodes, played, suite.samples)
+    failed = sum(outcome.reward is None for outcome in outcomes)
+    if failed and suite.failed == "fail":
+        raise Fatal(f"{failed} of {len(outcomes)} episodes of suite {suite.name} failed in every attempt")
+    completions, scores, asked = file_episodes(objects, played.model, outcomes)
+    warn = stage_logger().warning
+    report = reports.report_suite(
+        objects, suite, rows, source.id, completions, scores, lambda line: warn("%s", line), asked=asked
     )
     _show(report, label)
     return report

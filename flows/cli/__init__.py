@@ -128,6 +128,19 @@ add_commands(
 )
 app.add_typer(eval_app, name="eval")
 
+env_app = typer.Typer(no_args_is_help=True, help="Try environments by hand, before a model acts in them.")
+add_commands(
+    env_app,
+    {
+        "check": (
+            "flows.cli.environments:env_check",
+            "Play three rows with a scripted model; print what differs, leaks, fails or is slow, and the tools.",
+        ),
+        "play": ("flows.cli.environments:env_play", "Play an episode in the terminal, with yourself as the model."),
+    },
+)
+app.add_typer(env_app, name="env")
+
 agent_app = typer.Typer(no_args_is_help=True, help="Train agents.")
 add_commands(
     agent_app,

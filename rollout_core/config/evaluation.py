@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config.base import DatasetSource, Settings, identity
+from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.rewards import ExactMatchReward, FunctionName, RewardSpec
 from rollout_core.config.templates import JinjaTemplate
@@ -124,7 +125,7 @@ FailedAnswers = Literal["leave_out", "wrong", "fail"]
 class Suite(Settings):
     """Questions that are put to models, which are compared by what their answers come to."""
 
-    identity_without_default: ClassVar[frozenset[str]] = frozenset({"failed"})
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"failed", "environment"})
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """How people call it; letters, digits, dots, dashes."""
@@ -132,6 +133,9 @@ class Suite(Settings):
     """The questions, a row each: of any keys where there is a ``prompt``, otherwise with ``prompt`` or ``messages``."""
     prompt: SuitePrompt | None = None
     """Makes prompts of rows. Default: rows hold them."""
+    environment: EnvironmentConfig | None = None
+    """In which each row, of any keys, is the start of episodes, which it rewards in place of a ``scorer``. Default: a
+    question is answered once."""
     sampling: SamplingParams = SamplingParams(temperature=0.0, max_tokens=256)
     """How answers are drawn."""
     samples: int = Field(default=1, ge=1, le=100_000)
@@ -156,6 +160,8 @@ class Suite(Settings):
         """How answers are drawn and scored, by code of id ``source``, as ids of evaluations have it."""
         defaults = {"threshold": 1.0, "failed": "leave_out"}
         changed = {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+        if self.environment is not None:
+            changed["environment"] = identity(self.environment)
         drawn = [identity(self.sampling), self.samples, identity(self.scorer), source]
         return [*drawn, changed] if changed else drawn
 
@@ -168,8 +174,19 @@ class Suite(Settings):
             return CHOICE_METRICS[:2]
         if self.samples == 1:
             return PLAIN_METRICS
-        votes = ("maj",) if self.scorer.reads_answers else ()
+        votes = ("maj",) if self._reads_answers else ()
         return ("mean", *(f"{name}@{self.samples}" for name in ("avg", "pass", *votes)))
+
+    @property
+    def _reads_answers(self) -> bool:
+        return self.environment is None and self.scorer.reads_answers
+
+    @model_validator(mode="after")
+    def _an_environment_scores(self) -> Suite:
+        for name in ("scorer", "prompt") if self.environment is not None else ():
+            if name in self.model_fields_set:
+                raise ValueError(f"{name}: the environment begins its episodes and rewards them; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _metrics_can_be_had(self) -> Suite:
@@ -202,6 +219,8 @@ class Suite(Settings):
             raise ValueError(f"metrics: {name} needs {number} samples of each question, and samples is {self.samples}")
         if kind != "pass" and number != self.samples:
             raise ValueError(f"metrics: {name} is not of all {self.samples} samples; give {kind}@{self.samples}")
+        if kind == "maj" and self.environment is not None:
+            raise ValueError(f"metrics: {name} counts answers, and an environment reads none; choose another metric")
         if kind == "maj" and not self.scorer.reads_answers:
             raise ValueError(
                 f"metrics: {name} needs answers to count, which a scorer of kind {self.scorer.kind!r} does not read; "

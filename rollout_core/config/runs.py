@@ -20,6 +20,7 @@ from rollout_core.config.base import (
     StageTimeouts,
     identity,
 )
+from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.config.inference import (
     BackendConfig,
     EndpointModel,
@@ -293,20 +294,65 @@ class TrainSFTConfig(EvaluatedTraining[SFTAlgorithm]):
     run: RunInfo = RunInfo(name="sft")
 
 
-class TrainPPOConfig(EvaluatedTraining[PPOAlgorithm], PlacedRun):
+class PolicyTraining(EvaluatedTraining[AlgorithmT], PlacedRun, Generic[AlgorithmT]):
+    """A run that trains a policy on what it does: completions of prompts, or episodes of an environment."""
+
+    environment: EnvironmentConfig | None = None
+    """In which each row of ``algorithm.prompts``, of any keys, is the start of episodes, and which rewards them.
+    Default: each prompt is completed once, and ``algorithm.reward`` says what that is worth."""
+    backend: EngineConfig = VLLMBackend()
+    """What generates completions."""
+
+    @model_validator(mode="after")
+    def _learns_from_episodes(self) -> PolicyTraining[AlgorithmT]:
+        if self.environment is None:
+            return self
+        _refuse_on_workers(self)
+        if isinstance(self.algorithm, OnPolicySettings):
+            _refuse_what_episodes_lack(self.algorithm)
+        return self
+
+
+def _refuse_on_workers(run: PlacedRun) -> None:
+    """Raises ValueError where workers of a cluster are to generate."""
+    if run.placement is not None and run.placement.generation is not None:
+        raise ValueError("placement.generation: episodes are played in the flow's process; leave it out")
+
+
+def _refuse_what_episodes_lack(settings: OnPolicySettings) -> None:
+    """Raises ValueError for settings of completions of prompts, which episodes of an environment are not."""
+    if "reward" in settings.model_fields_set:
+        raise ValueError("algorithm.reward: the environment rewards its episodes; leave it out")
+    if settings.variant in ("gkd", "online_dpo"):
+        raise ValueError(f'algorithm.kind "{settings.variant}" is of single completions of prompts; choose another one')
+    if settings.state_every > 1:
+        raise ValueError(
+            "algorithm.state_every: all training states of a run in an environment are stored; leave it out"
+        )
+    given = {
+        "curriculum": settings.curriculum,
+        "partial_rollouts": settings.partial_rollouts,
+        "async_depth": settings.async_depth,
+        "replay": settings.replaying,
+        "dynamic_sampling": settings.redrawing,
+        "guards.reward_hacking": settings.guards.reward_hacking,
+        "reward_normalization": settings.scores_parts,
+    }
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"algorithm.{name} is of completions of prompts, not of episodes; leave it out")
+
+
+class TrainPPOConfig(PolicyTraining[PPOAlgorithm]):
     """`rollout train ppo`."""
 
     run: RunInfo = RunInfo(name="ppo")
-    backend: EngineConfig = VLLMBackend()
-    """What generates completions."""
 
 
-class TrainGRPOConfig(EvaluatedTraining[GroupAlgorithm], PlacedRun):
+class TrainGRPOConfig(PolicyTraining[GroupAlgorithm]):
     """`rollout train grpo`."""
 
     run: RunInfo = RunInfo(name="grpo")
-    backend: EngineConfig = VLLMBackend()
-    """What generates completions."""
 
 
 class TrainRMConfig(TrainConfig[RewardModelAlgorithm]):
@@ -470,6 +516,9 @@ class NightlyConfig(TrainingRun, PlacedRun):
     """The model that the night starts from."""
     reward: RewardSpec = ExactMatchReward()
     """What held-out completions are worth, and those of training where there is no ``rm``."""
+    environment: EnvironmentConfig | None = None
+    """In which the rows of ppo's or grpo's prompts, and the held-out ones, are starts of episodes, of any keys, and
+    which rewards them. Default: each prompt is completed once."""
     backend: EngineConfig = VLLMBackend()
     """What generates completions."""
     sft: SFTSettings
@@ -495,9 +544,29 @@ class NightlyConfig(TrainingRun, PlacedRun):
             raise ValueError(f"give exactly one of the tables ppo, grpo and dpo; got {' and '.join(given) or 'none'}")
         if self.rm is not None and self.dpo is not None:
             raise ValueError("the table rm is for ppo and grpo; dpo learns from pairs itself")
-        if self.grpo is not None:
+        if self.grpo is not None and self.environment is None:
             _check_parts(self.grpo, "model" if self.rm is not None else self.reward.kind)
         _check_every(self.evaluation, self.policy)
+        return self
+
+    @model_validator(mode="after")
+    def _learns_from_episodes(self) -> NightlyConfig:
+        if self.environment is None:
+            return self
+        settings = self.ppo or self.grpo
+        for name in ("rm", "dpo"):
+            if settings is None or getattr(self, name) is not None:
+                raise ValueError(f"environment: ppo or grpo learns in it, without the table {name}; leave one out")
+        if "reward" in self.model_fields_set:
+            raise ValueError("reward: the environment rewards its episodes; leave it out")
+        for number, guard in enumerate(self.promotion.guards):
+            if guard.kind != "suite":
+                raise ValueError(
+                    f'promotion.guards.{number}: kind "{guard.kind}" looks at completions of prompts, and held-out '
+                    "ones are episodes; leave it out, or take a suite"
+                )
+        _refuse_on_workers(self)
+        _refuse_what_episodes_lack(settings)
         return self
 
     @property

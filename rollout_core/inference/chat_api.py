@@ -434,10 +434,10 @@ class Writer:
         completion = answered.completion
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.finish_reason, "stop_reason": None}
         if ask.is_chat:
-            message, has_calls = self._message(ask, answered)
+            message = self.message(answered, has_tools=ask.has_tools, max_calls=ask.max_calls)
             choice["message"] = message
             choice["logprobs"] = {"content": self._entries(completion)} if ask.wants_logprobs else None
-            if has_calls and completion.finish_reason == "stop":
+            if "tool_calls" in message and completion.finish_reason == "stop":
                 choice["finish_reason"] = "tool_calls"
         else:
             choice["text"] = completion.text
@@ -448,24 +448,25 @@ class Writer:
             choice["token_ids"] = list(completion.token_ids)
         return choice
 
-    def _message(self, ask: Ask, answered: Answered) -> tuple[dict[str, Any], bool]:
+    def message(self, answered: Answered, *, has_tools: bool, max_calls: int | None = None) -> dict[str, Any]:
+        """The assistant's message, with the calls of tools that are read from its text where it ``has_tools``."""
         text = answered.completion.text
-        if not (self.parses_tools and ask.has_tools):
-            return {"role": "assistant", "content": text}, False
+        if not (self.parses_tools and has_tools):
+            return {"role": "assistant", "content": text}
         request = answered.request
         opened = (request.prompt_text or "").rstrip().endswith(_THOUGHT)
         content, calls = hermes_calls(self._text_with_markers(answered), in_thought=opened)
         if not calls:
-            return {"role": "assistant", "content": text}, False
+            return {"role": "assistant", "content": text}
         for marker in (_THOUGHT, _THOUGHT_END):
             content = content if marker in text else content.replace(marker, "")
         origin = blake3(orjson.dumps([list(request.prompt_token_ids), request.seed]))
         listed = []
-        for place, (name, arguments) in enumerate(calls[: ask.max_calls]):
+        for place, (name, arguments) in enumerate(calls[:max_calls]):
             digest = blake3(origin.digest() + place.to_bytes(4, "big")).hexdigest()
             function = {"name": name, "arguments": arguments}
             listed.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
-        return {"role": "assistant", "content": content or None, "tool_calls": listed}, True
+        return {"role": "assistant", "content": content or None, "tool_calls": listed}
 
     def _text_with_markers(self, answered: Answered) -> str:
         """The completion's text, with the markers of tool calls and thoughts where they are special tokens, which

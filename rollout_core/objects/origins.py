@@ -32,7 +32,7 @@ SHOWN_FILES = 100
 _ALIKE = ("kind", "address", "place", "hub_id", "revision", "commit")
 """What tells sources apart."""
 
-Kind = Literal["data", "model", "tokenizer", "adapter", "reward", "agent", "template"]
+Kind = Literal["data", "model", "tokenizer", "adapter", "reward", "agent", "environment", "template"]
 
 
 class Source(BaseModel):

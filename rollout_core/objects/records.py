@@ -210,6 +210,20 @@ class AgentPrompt(Record):
     text: BlobId
 
 
+class EnvironmentSource(Record):
+    """An environment's code as it was read."""
+
+    id: ContentId
+    """What episodes depend on: the name and the code, wherever the files lay."""
+    path: str
+    code: BlobId
+    """The files, as `UserCode.document`."""
+
+    def cache_identity(self) -> Any:
+        """The code, not the folder that it was read in."""
+        return self.id
+
+
 class AgentTasks(Record):
     """Tasks as rollouts of the store, for an agent to work on."""
 

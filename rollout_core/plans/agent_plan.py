@@ -17,7 +17,6 @@ from rollout_core.config import (
     AgentPPO,
     CriticConfig,
     DaskConfig,
-    DatasetSource,
     EngineConfig,
     LearnOnlineConfig,
     OpenAIBackend,
@@ -26,7 +25,6 @@ from rollout_core.config import (
     TrainAgentConfig,
     TunePromptConfig,
 )
-from rollout_core.data.datasets import TaskRow
 from rollout_core.inference.openai_http import try_endpoint
 from rollout_core.plans.cluster import check_cluster
 from rollout_core.plans.learner_plan import LearnerPlan
@@ -89,15 +87,6 @@ class AgentPlan(LearnerPlan):
         host, port = config.host, config.model_port
         self.check(f"{what}.model_port", lambda: listen(host, port).close())
         self.facts["live agents call"] = f"http://{config.public_host or host}:{port}/v1"
-
-    def tasks(self, what: str, dataset: DatasetSource) -> int:
-        """Rows of tasks; their number."""
-        stream = self.stream(dataset, TaskRow)
-        rows = self.check(f"{what}.{dataset.address_key}", lambda: sum(1 for _ in stream))
-        self.reading(what, stream.remarks())
-        if rows == 0:
-            self.violations.append(f"{what}.{dataset.address_key}: {dataset.address} has no rows; expected tasks")
-        return rows or 0
 
     def template(self, what: str, source: TemplateSource) -> None:
         """The template can be read, and asks for something."""

@@ -17,6 +17,7 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
+    EngineConfig,
     EvalConfig,
     EvaluatedTraining,
     HeldOutRows,
@@ -38,14 +39,20 @@ from rollout_core.config import (
     TrainConfig,
     TrainingSuite,
 )
+from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard, SuiteGuard
 from rollout_core.config.rewards import FunctionReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.curriculum import check_keys, in_words
-from rollout_core.data.datasets import PromptRow
+from rollout_core.data.datasets import PromptRow, TaskRow
 from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sft_form, unpaired_form
+from rollout_core.environments.code import EnvironmentCode
+from rollout_core.environments.conversation import check_turns
+from rollout_core.environments.hosts import look_at
+from rollout_core.environments.tools.toolbox import Toolbox, ToolResources, check_tools
+from rollout_core.environments.using import check_names
 from rollout_core.evaluation.moments import suite_of
 from rollout_core.launch.own_loss import check_own_loss, with_code
 from rollout_core.models.bounded.inspecting import check_training
@@ -369,6 +376,62 @@ class LearnerPlan(Plan):
         )
         return rows
 
+    def tasks(self, what: str, dataset: DatasetSource) -> int:
+        """Rows of tasks; their number."""
+        stream = self.stream(dataset, TaskRow)
+        rows = self.check(f"{what}.{dataset.address_key}", lambda: sum(1 for _ in stream))
+        self.reading(what, stream.remarks())
+        if rows == 0:
+            self.violations.append(f"{what}.{dataset.address_key}: {dataset.address} has no rows; expected tasks")
+        return rows or 0
+
+    def environment(self, what: str, config: EnvironmentConfig) -> None:
+        """The environment can be loaded, an object of it be made, and the model's template write its episodes."""
+        code = self.check(f"{what}.path", lambda: EnvironmentCode.read(config.path, self.base))
+        offer = None if code is None else self.check(f"{what}.path", lambda: look_at(code, config))
+        if code is None or offer is None:
+            return
+        self.check(f"{what}.tools", lambda: check_tools(config.tools, self.base))
+        resources = ToolResources(config.tools, index_folder=self.base, base=self.base)
+        if self.check(f"{what}.tools", lambda: check_names(offer, resources) or True) is None:
+            return
+        schemas = Toolbox(config.tools, self.base, resources=resources).schemas
+        tools = [*offer.tools, *schemas]
+        names = [tool["function"]["name"] for tool in tools]
+        shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
+        found = self.check(f"{what}.tools", lambda: code.id(config, self.base))
+        self.facts["environment"] = f"{config.path} ({'' if found is None else found.short}), {shown}"
+        remarks = [offer.note] if offer.note else []
+        if self.has_chat_template is False:
+            self.violations.append(
+                f"{what}: the model's tokenizer has no chat template, and episodes are chats; give one as "
+                "chat_template in the same table as its uri"
+            )
+        elif self.model_facts is not None:
+            remark = self.check(what, lambda: check_turns(self.load_tokenizer(), tools, config.tool_role))
+            remarks += [remark] if remark else []
+        if remarks:
+            self.facts["environment, to look at"] = "; ".join(remarks)
+
+    def episodes(
+        self, what: str, settings: OnPolicySettings, environment: EnvironmentConfig, backend: EngineConfig
+    ) -> None:
+        """What a policy learns from that acts in an environment."""
+        self.facts["training rows"] = self.tasks(f"{what}.prompts", settings.prompts)
+        self.environment("environment", environment)
+        self.sampling(f"{what}.sampling", settings.sampling, backend)
+        self.learner(what, settings)
+        longest = environment.max_tokens or context_limit(backend) or self.max_positions or 0
+        self.resources(
+            what,
+            settings.family,
+            settings,
+            longest,
+            states_of(settings, None, settings.iterations, keeps_last=self.keeps_last),
+            trained_models=settings.trained_models,
+            frozen_models=int(settings.lora is None and settings.loads_reference),
+        )
+
     def reward(self, what: str, spec: RewardSpec) -> None:
         """The reward's code can be loaded; reward models are there and read the policy's token ids."""
         self.check(what, lambda: self._load_reward(spec))
@@ -505,6 +568,10 @@ def plan_training(
     plan.known_model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.family == "rm")
     if on_policy is not None:
         plan.backend("backend", on_policy.backend)
+    if on_policy is not None and on_policy.environment is not None:
+        plan.no_resume(config.run, "a run in an environment resumes by itself when it is started again; leave it out")
+        plan.episodes("algorithm", settings, on_policy.environment, on_policy.backend)
+    elif on_policy is not None:
         rows = plan.on_policy("algorithm", settings, on_policy.backend)
         plan.reward("algorithm.reward", settings.reward)
         plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
@@ -572,6 +639,8 @@ def plan_nightly(
         report = None if settings is None else plan.preferences(kind, kind, settings)
         if report is not None:
             plan.facts[f"{kind} rows"] = report.num_rows
+    if config.environment is not None:
+        return _nightly_in(plan, config, config.environment)
     held_out = plan.prompt_rows("evaluation.prompts", config.evaluation.prompts)
     held_out_key = f"evaluation.prompts.{config.evaluation.prompts.address_key}"
     plan.prompts(held_out_key, held_out, context_limit(config.backend), config.evaluation.sampling)
@@ -590,6 +659,22 @@ def plan_nightly(
     suites = plan.suites(config.evaluation.suites, config.backend)
     for number, guard in enumerate(config.promotion.guards):
         _guard(plan, f"promotion.guards.{number}", guard, config, held_out)
+        if isinstance(guard, SuiteGuard):
+            _suite_guard(plan, f"promotion.guards.{number}", guard, suites)
+    plan.output_folder("report_dir", config.report_dir)
+    return plan.done()
+
+
+def _nightly_in(plan: LearnerPlan, config: NightlyConfig, environment: EnvironmentConfig) -> dict[str, Any]:
+    """The rest of a plan of a night in an environment."""
+    settings = config.ppo or config.grpo
+    assert settings is not None, "validated"
+    plan.episodes(settings.family, settings, environment, config.backend)
+    plan.facts["held-out rows"] = num_rows = plan.tasks("evaluation.prompts", config.evaluation.prompts)
+    plan.sampling("evaluation.sampling", config.evaluation.sampling, config.backend)
+    plan.evidence("promotion", config.promotion, num_rows or None)
+    suites = plan.suites(config.evaluation.suites, config.backend)
+    for number, guard in enumerate(config.promotion.guards):
         if isinstance(guard, SuiteGuard):
             _suite_guard(plan, f"promotion.guards.{number}", guard, suites)
     plan.output_folder("report_dir", config.report_dir)

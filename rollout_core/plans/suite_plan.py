@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollout_core.config import AnyBackend, ChoiceScorer, EndpointModel, EvalConfig, FunctionRows, Suite
+from rollout_core.config import (
+    AnyBackend,
+    ChoiceScorer,
+    EndpointModel,
+    EvalConfig,
+    FunctionRows,
+    OpenAIBackend,
+    Suite,
+)
+from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.config.evaluation import SuiteRows
 from rollout_core.config.inspect_ai import InspectSuite
 from rollout_core.config.lm_eval import AnySuite, LmEvalSuite
@@ -61,6 +70,8 @@ def check_suite(plan: LearnerPlan, suite: AnySuite, backend: AnyBackend) -> Aske
         return _requests(plan, what, suite, backend)
     if isinstance(suite, InspectSuite):
         return _tasks(plan, what, suite, backend)
+    if suite.environment is not None:
+        return _episodes(plan, what, suite, suite.environment, backend)
     rows = _prompts(plan, suite, what)
     key = f"{what}: rows.{suite.rows.address_key}"
     if isinstance(backend, EndpointModel):
@@ -79,6 +90,25 @@ def check_suite(plan: LearnerPlan, suite: AnySuite, backend: AnyBackend) -> Aske
     plan.answers(key, rows, suite.scorer)
     words = f"{len(rows)}" if suite.samples == 1 else f"{len(rows)} x {suite.samples}"
     return Asked(len(rows), words, suite.chosen_metrics)
+
+
+def _episodes(
+    plan: LearnerPlan, what: str, suite: Suite, environment: EnvironmentConfig, backend: AnyBackend
+) -> Asked | None:
+    """Rows are there, and the environment that begins episodes with them; the model is here, whose tokens they are."""
+    if isinstance(backend, EndpointModel | OpenAIBackend):
+        plan.violations.append(
+            f"{what}: episodes are continued from token ids, which a model at an endpoint does not give; evaluate its "
+            "files"
+        )
+        return None
+    plan.sampling(f"{what}: sampling", suite.sampling, backend)
+    plan.environment(f"{what}: environment", environment)
+    rows = _rows(plan, f"{what}: rows", suite.rows, TaskRow)
+    if not rows:
+        return None
+    words = f"{len(rows)} episodes" if suite.samples == 1 else f"{len(rows)} x {suite.samples} episodes"
+    return Asked(len(rows), words, suite.chosen_metrics, counted="")
 
 
 def _form(plan: LearnerPlan, key: str, rows: Sequence[PromptRow], backend: EndpointModel) -> None:

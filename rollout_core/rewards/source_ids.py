@@ -125,7 +125,9 @@ def record_code(objects: ObjectStore, spec: RewardSpec, source: RewardSource) ->
         record_import(objects, source.id, Source(kind="reward", address=spec.kind, size_bytes=0, num_files=0))
 
 
-def file_code(objects: ObjectStore, content: ContentId, code: UserCode, kind: Literal["reward", "agent"]) -> ContentId:
+def file_code(
+    objects: ObjectStore, content: ContentId, code: UserCode, kind: Literal["reward", "agent", "environment"]
+) -> ContentId:
     """File the files of some code as a document, and note where they were read for ``content``; the document's id."""
     filed = objects.put_json(code.document())
     files = [*([code.main] if code.main else []), *code.imported.values()]

@@ -201,14 +201,20 @@ def generate(
 
 
 def generate_on_demand(
-    job: Callable[..., Awaitable[tuple[T, Work]]], *inputs: Any, model: ContentId, backend: AnyBackend, **more: Any
+    job: Callable[..., Awaitable[tuple[T, Work]]],
+    *inputs: Any,
+    model: ContentId,
+    backend: AnyBackend,
+    mode: RolloutMode = "test",
+    what: str = "Answers",
+    **more: Any,
 ) -> T:
-    """What ``job`` comes to, which asks ``model`` for samples as it goes."""
-    run = Generation(model_for(model, backend), backend, None, mode="test", deterministic=False)
+    """What ``job`` comes to, which asks ``model`` for samples as it goes; ``what`` is counted in its progress."""
+    run = Generation(model_for(model, backend), backend, None, mode=mode, deterministic=False)
     # Another stage that asks the same would have to wait for its samples anyway.
     lock = connections.lock_folder() / f"on-demand-{content_id('on-demand/1', [model, current_stage().name])}.lock"
     alone = exclusive(lock) if run.is_exclusive else nullcontext()
-    with alone, artifacts.ProgressBar("inference-progress", "Answers") as bar:
+    with alone, artifacts.ProgressBar("inference-progress", what) as bar:
 
         def note(progress: Progress) -> None:
             bar.show(progress.done, progress.total)

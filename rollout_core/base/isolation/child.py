@@ -169,6 +169,13 @@ class Child:
         with self._lock:
             self._close()
 
+    def end(self) -> None:
+        """Have all of the code's processes end, also those of a call under way in another thread, which then raises
+        Interrupted."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(self._process.pipes.control, END)
+
     def _close(self) -> None:
         if self._process is not None:
             self._process.end()

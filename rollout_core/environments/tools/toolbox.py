@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,12 @@ class Toolbox:
         resources: ToolResources | None = None,
         index_folder: Path | None = None,
         base: Path = Path(),
+        only: Collection[str] | None = None,
     ) -> None:
         """``folder``: the episode's own, which the caller makes and removes; Python, shell and files all work in it.
         ``resources``: what the episodes of these tools share; None: this one has its own, with ``index_folder`` and
-        ``base``. Nothing is started before a tool is called."""
+        ``base``. ``only``: names of those that this episode has; None: all. Nothing is started before a tool is
+        called."""
         self._own = None
         if resources is None:
             if index_folder is None and any(isinstance(spec, SearchTool) for spec in tools):
@@ -103,7 +105,8 @@ class Toolbox:
             resources = self._own = ToolResources(tools, index_folder=index_folder or folder, base=base)
         elif resources.tools != tuple(tools):
             raise ConfigError("the resources of a toolbox are those of other tools; make them of the same ones")
-        self._tools = {spec.name: resources.made(spec, shared) for shared in [EpisodeFolder(folder)] for spec in tools}
+        shared, chosen = EpisodeFolder(folder), [spec for spec in tools if only is None or spec.name in only]
+        self._tools = {spec.name: resources.made(spec, shared) for spec in chosen}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

@@ -1,0 +1,163 @@
+"""`rollout env`: environments tried by hand, before a model acts in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli.common import EXIT_FAILED, Debug, Overrides, one_line_errors, parse_overrides
+from flows.cli.results import visible
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.locks import scratch_folder
+from rollout_core.config.base import JsonlDataset, parse_config
+from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.data.dataset_sources import read_dataset
+from rollout_core.data.datasets import TaskRow
+from rollout_core.environments.checking import Told, act, check_environment
+from rollout_core.environments.code import EnvironmentCode
+from rollout_core.environments.conversation import check_turns
+from rollout_core.environments.episodes import Episode
+from rollout_core.environments.hosts import Hosts, Offer, look_at
+from rollout_core.environments.tools.toolbox import ToolResources, check_tools
+from rollout_core.environments.using import check_names, tools_of_episode
+from rollout_core.models.bounded.tokenizing import Chat, render
+from rollout_core.models.pretrained import load_tokenizer
+
+NUM_ROWS = 3
+_CALL = re.compile(r"^!(\w+)\s*(\{.*\})?\s*$", re.DOTALL)
+
+EnvironmentPath = Annotated[str, typer.Argument(metavar="PATH", help="path/to/env.py:Env, or package.module:Env.")]
+RowsPath = Annotated[str, typer.Option("--rows", help="File of rows with which episodes begin, in any form.")]
+
+
+def env_check(
+    path: EnvironmentPath,
+    rows: RowsPath,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Model folder whose chat template is to show the tools.")
+    ] = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Exit code 1: an episode failed, or was another one when it was played again or beside others."""
+    with one_line_errors(debug):
+        settings, code, offer = _loaded(path, overrides)
+        chosen = _rows(rows, NUM_ROWS)
+        with _tools(settings, offer) as (resources, folder):
+            checked = asyncio.run(check_environment(code, settings, offer, chosen, resources, folder))
+        for number, told in enumerate(checked.episodes, start=1):
+            typer.echo(f"row {number}:")
+            for line in told.lines:
+                typer.echo("  " + visible(line))
+        _show_tools(offer, model, settings)
+        for remark in checked.remarks:
+            typer.echo(f"remark: {remark}")
+        for fault in checked.faults:
+            typer.echo(f"fault: {visible(fault)}")
+        if checked.faults:
+            raise typer.Exit(EXIT_FAILED)
+        typer.echo(f"{len(chosen)} rows: the same episode alone, again, in another process and beside others")
+
+
+def env_play(
+    path: EnvironmentPath,
+    rows: RowsPath,
+    row: Annotated[int, typer.Option("--row", min=1, help="Number of the row.")] = 1,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Be the model: a line is an answer, and ``!name {"argument": 1}`` calls a tool."""
+    with one_line_errors(debug):
+        settings, code, offer = _loaded(path, overrides)
+        chosen = _rows(rows, row)
+        if len(chosen) < row:
+            raise ConfigError(f"--row {row}: {rows} has {len(chosen)} rows")
+        with _tools(settings, offer) as (resources, folder):
+            asyncio.run(_play(code, settings, offer, chosen[-1], resources, folder))
+
+
+def _loaded(path: str, overrides: list[str] | None) -> tuple[EnvironmentConfig, EnvironmentCode, Offer]:
+    settings = parse_config({"path": path}, EnvironmentConfig, name="--set", overrides=parse_overrides(overrides))
+    code = EnvironmentCode.read(path, Path.cwd())
+    return settings, code, look_at(code, settings)
+
+
+@contextmanager
+def _tools(settings: EnvironmentConfig, offer: Offer) -> Iterator[tuple[ToolResources, Path]]:
+    """What the tools of the settings share, and a folder for their files, until the block ends."""
+    check_tools(settings.tools)
+    with scratch_folder("episodes") as folder:
+        resources = ToolResources(settings.tools, index_folder=folder)
+        try:
+            check_names(offer, resources)
+            yield resources, folder
+        finally:
+            resources.close()
+
+
+def _rows(path: str, count: int) -> list[dict[str, Any]]:
+    """The first ones of a file."""
+    stream = read_dataset(JsonlDataset(path=path), TaskRow, base=Path.cwd(), objects=None)
+    found = [row.task for row in islice(stream, count)]
+    if not found:
+        raise ConfigError(f"--rows {path} has no rows; expected at least one")
+    return found
+
+
+def _show_tools(offer: Offer, model: Path | None, settings: EnvironmentConfig) -> None:
+    if model is None:
+        for tool in offer.tools:
+            typer.echo(f"tool: {json.dumps(tool['function'])}")
+        return
+    tokenizer = load_tokenizer(model)
+    remark = check_turns(tokenizer, offer.tools, settings.tool_role)
+    [text] = render(tokenizer, [Chat([{"role": "user", "content": "..."}], True, offer.tools)])
+    typer.echo(f"prompt, by the chat template of {model}:\n{text if isinstance(text, str) else text.reason}")
+    if remark:
+        typer.echo(f"remark: {remark}")
+
+
+async def _play(
+    code: EnvironmentCode,
+    settings: EnvironmentConfig,
+    offer: Offer,
+    row: dict[str, Any],
+    resources: ToolResources,
+    folder: Path,
+) -> None:
+    hosts, shown, episode = Hosts(code, settings), 0, Episode("by hand", row)
+    told = Told()
+
+    def show() -> None:
+        nonlocal shown
+        for line in told.lines[shown:]:
+            typer.echo(visible(line))
+        shown = len(told.lines)
+
+    def answer(turn: int, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        show()
+        said = typer.prompt("you", prompt_suffix="> ")
+        called = _CALL.match(said)
+        if called is None:
+            return {"role": "assistant", "content": said}
+        function = {"name": called[1], "arguments": called[2] or "{}"}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": f"call_{turn}", "function": function}]}
+
+    try:
+        async with (
+            hosts.place(episode.rollout_id) as place,
+            tools_of_episode(offer, place, resources, row, folder) as tools,
+        ):
+            typer.echo(f"tools: {', '.join(tools.names) or 'none'}")
+            await act(place, tools, episode, answer, settings, offer, told)
+        show()
+    finally:
+        await hosts.close()

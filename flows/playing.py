@@ -1,0 +1,92 @@
+"""Models that act in an environment: the episodes that an iteration learns from, and held-out ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flows.sampling import Sampled
+from rollout_core.base.ids import ContentId
+from rollout_core.config import EngineConfig, OnPolicySettings, SamplingParams
+from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.objects.records import AgentRollouts, AgentTasks, EnvironmentSource, EvalReport
+from rollout_core.plans.plan import context_limit
+from rollout_core.store.types import RolloutMode
+from tasks.agents import collect_samples
+from tasks.environments import enqueue_episodes, import_environment, play
+from tasks.score import evaluate_episodes
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment with its code as it is when a run begins, and the engine behind the models that act in it."""
+
+    source: EnvironmentSource
+    settings: EnvironmentConfig
+    backend: EngineConfig
+    seed: int
+    """Of the run: another one plays other episodes."""
+
+    @classmethod
+    def of(cls, settings: EnvironmentConfig, backend: EngineConfig, seed: int) -> Environment:
+        """Read its code, in a stage."""
+        return cls(import_environment(settings), settings, backend, seed)
+
+    def play(
+        self,
+        model: ContentId,
+        rows: ContentId,
+        sampling: SamplingParams,
+        *,
+        mode: RolloutMode,
+        label: str,
+        **chosen: Any,
+    ) -> tuple[AgentTasks, AgentRollouts]:
+        """Episodes of ``model``, in stages; ``chosen`` as `enqueue_episodes` takes it, default: one of each row."""
+        known = self.source, self.settings, sampling, self.backend
+        options = {"mode": mode, "limit": context_limit(self.backend), "label": label}
+        episodes = enqueue_episodes(rows, model, *known, draws=self.seed, **chosen, **options)
+        return episodes, play(episodes, *known, **options)
+
+
+@dataclass(frozen=True)
+class Playing:
+    """What iterations learn from: episodes that begin with rows."""
+
+    environment: Environment
+    settings: OnPolicySettings
+    rows: ContentId
+
+    def experience(self, number: int, model: ContentId) -> Sampled:
+        """That of iteration ``number`` (from 0), played by ``model``."""
+        settings, label = self.settings, f"iteration {number + 1}"
+        _, played = self.environment.play(
+            model,
+            self.rows,
+            settings.sampling,
+            mode="train",
+            first=number * settings.prompts_per_iteration,
+            count=settings.prompts_per_iteration,
+            episodes_per_row=settings.samples_per_prompt,
+            seed=self.environment.seed,
+            label=label,
+        )
+        form = {"group_size": settings.group_size, "form": self.environment.settings.form, "served": None}
+        found = collect_samples(played, failed=settings.failed, **form, label=label)
+        return Sampled(found.as_scores(), found.samples, found.mean, model)
+
+
+@dataclass(frozen=True)
+class HeldOutEpisodes:
+    """Rows whose episodes say how good a model is."""
+
+    environment: Environment
+    sampling: SamplingParams
+    rows: ContentId
+    judge: None = None
+    """The environment rewards them."""
+
+    def evaluate(self, model: ContentId, label: str) -> EvalReport:
+        """Reward of ``model`` in an episode of each."""
+        episodes, played = self.environment.play(model, self.rows, self.sampling, mode="test", label=label)
+        return evaluate_episodes(episodes, played, label=label)

@@ -1,0 +1,192 @@
+"""Environments tried without a model: the same episodes alone, again, in another process and beside each other, and
+what differs, fails or is slow; and an episode whose answers a person gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.environments.code import EnvironmentCode
+from rollout_core.environments.episodes import Episode
+from rollout_core.environments.hosts import HostEnded, Hosts, Offer, Place
+from rollout_core.environments.protocol import EnvironmentFailed
+from rollout_core.environments.tools.toolbox import ToolResources
+from rollout_core.environments.using import EpisodeTools, tools_of_episode
+
+SLOW_SECONDS = 1.0
+"""Of one call: an engine on a GPU has drawn an answer by then."""
+_EXAMPLES: Mapping[str, Any] = {
+    "integer": 1,
+    "number": 1.5,
+    "boolean": True,
+    "string": "text",
+    "array": [],
+    "null": None,
+}
+Answering = Callable[[int, Sequence[Mapping[str, Any]]], dict[str, Any]]
+"""The assistant's message of a turn, to the messages before it."""
+
+
+@dataclass
+class Told:
+    """What an environment said and gave in an episode."""
+
+    lines: list[str] = field(default_factory=list)
+    """Of its messages, in order, then of the reward or of what went wrong."""
+    failure: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Longest call of each method."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found."""
+
+    episodes: list[Told]
+    """Of the rows, in order."""
+    faults: list[str]
+    remarks: list[str]
+
+
+def scripted(tools: EpisodeTools, row: int) -> Answering:
+    """A model that calls each tool once, with arguments by its schema, and says a text when it has none left."""
+
+    def answer(turn: int, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if turn >= len(tools.schemas):
+            return {"role": "assistant", "content": f"answer {turn - len(tools.schemas) + 1}"}
+        function = tools.schemas[(turn + row) % len(tools.schemas)]["function"]
+        arguments = json.dumps(example_of(function["parameters"]))
+        call = {
+            "id": f"call_{turn}",
+            "type": "function",
+            "function": {"name": function["name"], "arguments": arguments},
+        }
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    return answer
+
+
+def example_of(schema: Mapping[str, Any]) -> Any:
+    """A value that fits a JSON Schema, as far as its types say."""
+    if "enum" in schema or "const" in schema or "default" in schema:
+        return schema.get("const", schema.get("default", (schema.get("enum") or [None])[0]))
+    for kind in ("anyOf", "oneOf", "allOf"):
+        if schema.get(kind):
+            return example_of(schema[kind][0])
+    if schema.get("type") == "object" or "properties" in schema:
+        wanted = schema.get("required", ())
+        return {name: example_of(schema["properties"][name]) for name in wanted}
+    return _EXAMPLES.get(str(schema.get("type")), "text")
+
+
+async def check_environment(
+    code: EnvironmentCode,
+    settings: EnvironmentConfig,
+    offer: Offer,
+    rows: Sequence[dict[str, Any]],
+    resources: ToolResources,
+    folder: Path,
+) -> Checked:
+    """Play an episode of each row, alone, alone again, in another process, and all beside each other. Raises
+    ConfigError where the environment cannot be loaded. ``folder`` is for the files of tools, whose ``resources`` they
+    share."""
+    hosts = Hosts(code, settings)
+    try:
+
+        async def play(number: int, name: str, *, alone: bool = False) -> Told:
+            told, episode = Told(), Episode(name, rows[number])
+            try:
+                async with (
+                    hosts.place(name, alone=alone) as place,
+                    tools_of_episode(offer, place, resources, episode.row, folder) as tools,
+                ):
+                    await act(place, tools, episode, scripted(tools, number), settings, offer, told)
+            except (EnvironmentFailed, HostEnded) as error:
+                told.failure = str(error)
+                told.lines.append(f"failed: {error}")
+            return told
+
+        first = [await play(number, f"{number}") for number in range(len(rows))]
+        again = [await play(number, f"{number} again") for number in range(len(rows))]
+        elsewhere = [await play(number, f"{number} elsewhere", alone=True) for number in range(len(rows))]
+        names = [(number, f"{number} of {copy}") for copy in range(2) for number in range(len(rows))]
+        beside = await asyncio.gather(*(play(*name) for name in names))
+    finally:
+        await hosts.close()
+    faults = [f"row {number + 1}: {told.failure}" for number, told in enumerate(first) if told.failure]
+    for others, when in ((again, "played again"), (elsewhere, "played in another process")):
+        faults += [
+            f"row {number + 1} is another episode when it is {when}: {difference}; let what is drawn follow from seed"
+            for number, pair in enumerate(zip(first, others, strict=True))
+            if (difference := _difference(*pair)) is not None
+        ]
+    if not faults:
+        faults += [
+            f"row {number + 1} is another episode beside others: {difference}; keep what belongs to an episode on self"
+            for (number, _), told in zip(names, beside, strict=True)
+            if (difference := _difference(first[number], told)) is not None
+        ]
+    return Checked(first, list(dict.fromkeys(faults)), _remarks(first, offer))
+
+
+def _remarks(episodes: Sequence[Told], offer: Offer) -> list[str]:
+    longest: dict[str, float] = {}
+    for told in episodes:
+        for method, seconds in told.seconds.items():
+            longest[method] = max(seconds, longest.get(method, 0.0))
+    slow = [f"{method} takes {seconds:.1f} s" for method, seconds in longest.items() if seconds > SLOW_SECONDS]
+    return [*([offer.note] if offer.note else []), *slow]
+
+
+def _difference(one: Told, other: Told) -> str | None:
+    if one.lines == other.lines:
+        return None
+    pairs = zip([*one.lines, "nothing"], [*other.lines, "nothing"], strict=False)
+    return next(f"{first!r:.100}, then {second!r:.100}" for first, second in pairs if first != second)
+
+
+async def act(
+    place: Place,
+    tools: EpisodeTools,
+    episode: Episode,
+    answering: Answering,
+    settings: EnvironmentConfig,
+    offer: Offer,
+    told: Told,
+) -> Any:
+    """An episode whose answers ``answering`` gives; what it earned. ``told`` hears of all that the environment says."""
+
+    async def call(method: str, *arguments: Any) -> Any:
+        before = place.seconds
+        found = await place.call(method, *arguments)
+        told.seconds[method] = max(place.seconds - before, told.seconds.get(method, 0.0))
+        return found
+
+    messages = await call("reset", episode.row, episode.seed)
+    told.lines += [f"[{message['role']}] {message['content']}" for message in messages]
+    for turn in range(settings.max_turns):
+        message = answering(turn, messages)
+        following: list[dict[str, Any]] | None = []
+        is_done = False
+        for asked in message.get("tool_calls", ()):
+            name, began = asked["function"]["name"], time.monotonic()
+            found = await tools.call(name, asked["function"]["arguments"])
+            told.seconds[name] = max(time.monotonic() - began, told.seconds.get(name, 0.0))
+            following.append({"role": "tool", "name": name, "content": found["text"]})
+            is_done = is_done or found["done"]
+        if not message.get("tool_calls"):
+            following = await call("step", message) if offer.has_step else None
+        told.lines += [f"[{said.get('name', said['role'])}] {said['content']}" for said in following or ()]
+        if is_done or following is None:
+            break
+        messages = [*messages, message, *following]
+    reward = await call("reward")
+    await call("close")
+    told.lines.append(f"reward: {json.dumps(reward)}")
+    return reward

@@ -1,0 +1,68 @@
+"""An environment's code: read once, with what of the user's own it imports, known by its content, and run as it was
+read, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import EnvironmentSource
+from rollout_core.objects.trees import hash_file
+from rollout_core.rewards.source_ids import file_code
+from rollout_core.rewards.user_code import UserCode, read_code
+
+
+@dataclass(frozen=True)
+class EnvironmentCode:
+    """What ``path/to/env.py:Env`` or ``package.module:Env`` names."""
+
+    code: UserCode
+
+    @classmethod
+    def read(cls, path: str, base: Path) -> EnvironmentCode:
+        """Read the files, and run none. Raises ConfigError where there are none."""
+        return cls(read_code(path, base, what="environment"))
+
+    @property
+    def path(self) -> str:
+        """As it was named."""
+        return self.code.callable
+
+    def id(self, settings: EnvironmentConfig, base: Path) -> ContentId:
+        """Content of the code, of the name in it, and of files that tools read; where they lie does not count. Raises
+        ConfigError where one cannot be read."""
+        named: dict[str, Any] = {"name": self.path.rpartition(":")[2], **self.code.identity()}
+        if settings.files:
+            named["files"] = [_content_of(base / path) for path in settings.files]
+        return content_id("environment/1", named)
+
+    def file(self, objects: ObjectStore, settings: EnvironmentConfig, base: Path) -> EnvironmentSource:
+        """File the code, and note where it was read."""
+        content = self.id(settings, base)
+        return EnvironmentSource(id=content, path=self.path, code=file_code(objects, content, self.code, "environment"))
+
+    @classmethod
+    def filed(cls, objects: ObjectStore, source: EnvironmentSource) -> EnvironmentCode:
+        """Inverse of `file`."""
+        return cls(UserCode.from_document(json.loads(objects.get_bytes(source.code))))
+
+    def check(self, source: EnvironmentSource, settings: EnvironmentConfig, base: Path) -> None:
+        """Raise ConfigError where a file that tools read is not what it was when the code was filed."""
+        if self.id(settings, base) != source.id:
+            raise ConfigError(
+                f"what the tools of environment {self.path} read ({', '.join(settings.files)}) has changed since the "
+                "run began, or differs between machines; start the run again"
+            )
+
+
+def _content_of(path: Path) -> ContentId:
+    try:
+        return hash_file(path).content_id
+    except OSError as error:
+        raise ConfigError(f"file {path} of a tool cannot be read: {error.strerror}") from error

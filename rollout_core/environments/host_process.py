@@ -1,0 +1,254 @@
+"""In a process of its own: the objects of the environment, one for each episode, whose methods are called as they are
+asked for over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, RolloutError, in_words
+from rollout_core.base.isolation.warden import FRAME_LENGTH, decode_frame, encode_frame, frame_size
+from rollout_core.base.socket_paths import short_address
+from rollout_core.environments.protocol import (
+    Done,
+    EnvironmentFailed,
+    messages_of,
+    reward_of,
+    tools_of,
+)
+from rollout_core.environments.schemas import checked_arguments, function_schema
+from rollout_core.environments.tools.results import ToolError
+from rollout_core.rewards.call_forms import named_object
+from rollout_core.rewards.user_code import UserCode, importable
+
+BEAT_SECONDS = 1.0
+CLOSING_SECONDS = 5.0
+"""For a method that is given up to end, before its thread counts as lost."""
+LINES_OF_TRACEBACK = 6
+
+
+def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
+    """What the environment of a document offers; where ``given`` has a ``socket``, once all calls that come over it
+    have been answered. Raises ConfigError where it cannot be loaded, or no object of it can be made."""
+    code = UserCode.from_document(given["code"])
+    with importable(code, alone=True):
+        make = _maker(code, given["config"])
+        if given["socket"] is None:
+            return _look(code.callable, make)
+        asyncio.run(_Host(make, given["threads"], report).serve(given["socket"]))
+        return {}
+
+
+def _maker(code: UserCode, config: Mapping[str, Any]) -> Callable[[], Any]:
+    made = named_object(code)
+    name = code.callable
+    if not callable(made):
+        raise ConfigError(f"environment {name} is a {type(made).__name__}; expected a class, or a function")
+    try:
+        inspect.signature(made).bind(**config)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment {name} has the signature {inspect.signature(made)}, and config gives "
+            f"{', '.join(config) or 'nothing'}: {error}"
+        ) from error
+    except ValueError:  # some built-ins have no signature
+        pass
+    return lambda: made(**config)
+
+
+def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        made = make()
+    except Exception as error:
+        raise ConfigError(f"environment {name} cannot be made: {in_words(error)}") from error
+    for method in ("reset", "reward"):
+        if not callable(getattr(made, method, None)):
+            raise ConfigError(f"environment {name} makes a {type(made).__name__} without a method {method}")
+    parameters = inspect.signature(made.reset).parameters
+    try:
+        inspect.signature(made.reset).bind({}, 0)
+    except TypeError:
+        listed = ", ".join(parameters)
+        raise ConfigError(f"environment {name}: reset({listed}) is called as reset(row, seed)") from None
+    tools = [function_schema(_function(tool)).schema() for tool in tools_of(made).values()]
+    found = {"tools": tools, "has_step": callable(getattr(made, "step", None))}
+    if not tools and not found["has_step"]:
+        found["note"] = "it has neither tools nor a step, so that every episode has one turn"
+    closing = getattr(made, "close", None)
+    if callable(closing) and not inspect.iscoroutinefunction(closing):
+        closing()
+    return found
+
+
+@dataclass
+class _Episode:
+    """An object under way."""
+
+    made: Any
+    tools: dict[str, Callable[..., Any]]
+    running: asyncio.Task[Any] | None = None
+    """The call that is being answered."""
+    is_given_up: bool = field(default=False)
+
+
+class _Host:
+    def __init__(self, make: Callable[[], Any], threads: int, report: Callable[[int], None]) -> None:
+        self._make, self._report = make, report
+        self._episodes: dict[str, _Episode] = {}
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="environment")
+        self._lost = 0
+        """Threads whose method was given up and has not ended."""
+
+    async def serve(self, socket: str) -> None:
+        """Answer what comes over ``socket`` until it is closed."""
+        with short_address(Path(socket)) as address:
+            reader, writer = await asyncio.open_unix_connection(address)
+        beating = asyncio.create_task(self._beat())
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                try:
+                    text = await reader.readexactly(frame_size(await reader.readexactly(FRAME_LENGTH.size)))
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    return
+                task = asyncio.create_task(self._answer(decode_frame(text), writer))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        finally:
+            beating.cancel()
+            for task in tasks:
+                task.cancel()
+            writer.close()
+            if self._lost or self._episodes:
+                os._exit(0)  # threads that hang would be waited for
+
+    async def _beat(self) -> None:
+        number = 0
+        while True:
+            self._report(number := number + 1)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _answer(self, asked: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        began = time.monotonic()
+        try:
+            answer = {"value": await self._call(asked["episode"], asked["method"], asked["arguments"])}
+        except EnvironmentFailed as error:
+            answer = {"error": str(error)}
+        except asyncio.CancelledError:
+            answer = {"error": "was given up"}
+        except BaseException as error:  # noqa: BLE001 - whatever the environment raised, its episode's attempt fails
+            answer = {"error": _told(asked["method"], error)}
+        answer |= {"id": asked["id"], "seconds": time.monotonic() - began, "lost": self._lost}
+        with suppress(ConnectionError):
+            try:
+                frame = encode_frame(answer)
+            except (TypeError, ValueError, RecursionError) as error:
+                what = f"{asked['method']} gave something that JSON does not know: {error}"
+                frame = encode_frame({"id": asked["id"], "seconds": 0.0, "lost": self._lost, "error": what})
+            writer.write(frame)
+            await writer.drain()
+
+    async def _call(self, key: str, method: str, arguments: list[Any]) -> Any:
+        if method == "give_up":
+            return await self._give_up(key)
+        if method == "reset":
+            made = await self._run(key, self._make)
+            self._episodes[key] = _Episode(made, tools_of(made))
+        episode = self._episodes[key]
+        match method:
+            case "reset":
+                return messages_of(await self._run(key, episode.made.reset, *arguments), "reset")
+            case "step":
+                return _next(await self._run(key, episode.made.step, *arguments))
+            case "reward":
+                return reward_of(await self._run(key, episode.made.reward))
+            case "close":
+                del self._episodes[key]
+                closing = getattr(episode.made, "close", None)
+                return None if closing is None else await self._run(key, closing) and None
+            case _:
+                return await self._use_tool(key, episode, method.removeprefix("tool:"), arguments[0])
+
+    async def _use_tool(self, key: str, episode: _Episode, name: str, arguments: Any) -> dict[str, Any]:
+        """What a tool answers to a model, which may call it wrongly."""
+        tool = episode.tools[name]
+        try:
+            found = await self._run(key, tool, **checked_arguments(_function(tool), arguments))
+        except ToolError as error:
+            return {"text": str(error), "is_error": True, "done": False}
+        is_done = isinstance(found, Done)
+        return {"text": _text(found.text if is_done else found), "is_error": False, "done": is_done}
+
+    async def _run(self, key: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """The outcome of a method, async or not, which may be given up."""
+        task = asyncio.ensure_future(self._outcome(method, *arguments, **named))
+        if (episode := self._episodes.get(key)) is not None:
+            episode.running = task
+        return await task
+
+    async def _outcome(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments, **named)
+        loop = asyncio.get_running_loop()
+        working = loop.run_in_executor(self._threads, lambda: method(*arguments, **named))
+        try:
+            found = await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self._lost += 1
+            working.add_done_callback(self._found_again)
+            raise
+        return await found if inspect.isawaitable(found) else found
+
+    def _found_again(self, working: asyncio.Future[Any]) -> None:
+        self._lost -= 1
+        working.exception()  # nobody waits for it any more
+
+    async def _give_up(self, key: str) -> int:
+        """Forget an episode, whatever it is at; how many threads are lost."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None and episode.running is not None and not episode.running.done():
+            episode.running.cancel()
+            await asyncio.wait([episode.running], timeout=CLOSING_SECONDS)
+            if not episode.running.done():  # it does not let itself be cancelled
+                self._lost += 1
+        return self._lost
+
+
+def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a method. What is remembered of it must not keep its object."""
+    return getattr(tool, "__func__", tool)
+
+
+def _next(given: Any) -> list[dict[str, Any]] | None:
+    """What follows an answer; None where nothing does."""
+    return None if given is None or isinstance(given, Done) else messages_of(given, "step")
+
+
+def _text(found: Any) -> str:
+    """What a tool gave, as the model reads it."""
+    if isinstance(found, str):
+        return found
+    import orjson
+
+    try:
+        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:
+        return str(found)
+
+
+def _told(method: str, error: BaseException) -> str:
+    """What an environment raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)[-LINES_OF_TRACEBACK:]
+    own = [frame for frame in frames if "rollout_core/environments" not in frame.filename]
+    where = f" (line {own[-1].lineno} of {os.path.basename(own[-1].filename)})" if own else ""
+    said = str(error) if isinstance(error, RolloutError) else in_words(error)
+    return f"{method} raised {said}{where}"

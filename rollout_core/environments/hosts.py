@@ -1,0 +1,272 @@
+"""The caller's side of environments: processes in which their objects are, and the calls of their methods.
+
+A process that ends takes its episodes along. Those of which a method was under way may be to blame; the others are
+not, and begin again for nothing. Which one of several was to blame shows when each is played in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.isolation.child import Child, Ended, Interrupted
+from rollout_core.base.isolation.warden import FRAME_LENGTH, decode_frame, encode_frame, frame_size
+from rollout_core.base.locks import scratch_folder
+from rollout_core.base.socket_paths import short_address
+from rollout_core.base.stopping import in_thread
+from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.environments.code import EnvironmentCode
+from rollout_core.environments.protocol import EnvironmentFailed
+
+log = logging.getLogger(__name__)
+
+HANDLER = "rollout_core.environments.host_process:handle"
+SOCKET = "calls"
+GIVING_UP_SECONDS = 10.0
+"""For a process to say that it gave an episode up."""
+
+
+class HostEnded(Recoverable):
+    """The process of an environment ended while an episode was there; ``is_suspect`` whether a method of this one was
+    under way, so that it may have been the reason."""
+
+    def __init__(self, reason: str, *, is_suspect: bool) -> None:
+        self.is_suspect = is_suspect
+        super().__init__(f"the environment's process {reason}")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What an environment has for a model."""
+
+    tools: list[dict[str, Any]]
+    """As OpenAI's API describes them."""
+    has_step: bool
+    note: str | None = None
+    """What its author may not have meant."""
+
+
+def look_at(code: EnvironmentCode, settings: EnvironmentConfig) -> Offer:
+    """Load an environment and make an object, in a process of its own. Raises ConfigError where that fails."""
+    with _child(code, settings) as child:
+        try:
+            return Offer(**child.call(_given(code, settings, None)))
+        except Ended as error:
+            raise ConfigError(f"environment {code.path} cannot be loaded: it {error}") from error
+        except Fatal as error:
+            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+
+
+def _child(code: EnvironmentCode, settings: EnvironmentConfig) -> Child:
+    name = code.path
+    return Child(HANDLER, settings.limits(), on_line=lambda line: log.info("environment %s: %s", name, line))
+
+
+def _given(code: EnvironmentCode, settings: EnvironmentConfig, socket: Path | None) -> dict[str, Any]:
+    return {
+        "code": code.code.document(),
+        "config": settings.config,
+        # Methods that are given up keep their threads for as long as they like.
+        "threads": 2 * settings.episodes_at_once + 8,
+        "socket": None if socket is None else str(socket),
+    }
+
+
+class _Host:
+    """One process, from its start to its end."""
+
+    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
+        self._code, self._settings = code, settings
+        self._child = _child(code, settings)
+        self._scratch = scratch_folder("environment")
+        self._numbers = count()
+        self._open: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._connected: asyncio.Future[None] | None = None
+        self._reason: str | None = None
+        """Why it ended."""
+        self.episodes: set[str] = set()
+        self.is_worn = False
+        """A method that was given up is still at work there: no more episodes come."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be called any more."""
+        return self._reason is not None
+
+    async def start(self) -> None:
+        """Start it. Raises ConfigError where the environment cannot be loaded, Recoverable where the machine is to
+        blame."""
+        self._connected = asyncio.get_running_loop().create_future()
+        folder = self._scratch.__enter__()
+        with short_address(folder / SOCKET) as address:
+            self._server = await asyncio.start_unix_server(self._serve, address)
+        given = _given(self._code, self._settings, folder / SOCKET)
+        self._call = in_thread(lambda: self._child.call(given))
+        self._watching = asyncio.create_task(self._watch())
+        await self._connected
+
+    async def _watch(self) -> None:
+        """Until the process has ended."""
+        assert self._connected is not None
+        error: BaseException | None = None
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._call))
+            self._reason = "was closed"
+        except (Ended, Interrupted) as raised:
+            error, self._reason = raised, str(getattr(raised, "reason", raised))
+        except Exception as raised:  # noqa: BLE001 - raised where it is started
+            error, self._reason = raised, str(raised)
+        if not self._connected.done():
+            if isinstance(error, Ended):
+                error = ConfigError(f"environment {self._code.path} cannot be loaded: it {error}")
+            self._connected.set_exception(error or Recoverable("the environment's process ended as it began"))
+        suspects = {episode for episode, _ in self._open.values()}
+        for episode, answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(HostEnded(str(self._reason), is_suspect=episode in suspects))
+        self._open.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._connected is not None
+        self._writer = writer
+        if not self._connected.done():
+            self._connected.set_result(None)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = frame_size(await reader.readexactly(FRAME_LENGTH.size))
+                answer = decode_frame(await reader.readexactly(size))
+                self.is_worn = self.is_worn or answer["lost"] > 0
+                _, future = self._open.pop(answer["id"], ("", None))
+                if future is not None and not future.done():
+                    future.set_result(answer)
+
+    async def call(self, episode: str, method: str, arguments: list[Any], seconds: float) -> dict[str, Any]:
+        """The answer to a call. Raises EnvironmentFailed where it takes too long, HostEnded."""
+        if self._reason is not None:
+            raise HostEnded(self._reason, is_suspect=False)
+        assert self._writer is not None
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._open[number] = (episode, answer)
+        try:
+            self._writer.write(encode_frame({"id": number, "episode": episode, "method": method,
+                                             "arguments": arguments}))  # fmt: skip
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise EnvironmentFailed(f"{method} took longer than {seconds:g} s") from None
+        finally:
+            self._open.pop(number, None)
+
+    async def give_up(self, episode: str) -> None:
+        """Forget an episode, whatever it is at."""
+        try:
+            await self.call(episode, "give_up", [], GIVING_UP_SECONDS)
+        except EnvironmentFailed:
+            self.is_worn = True
+        except HostEnded:
+            pass
+
+    async def close(self) -> None:
+        """End it."""
+        with suppress(AttributeError):
+            self._server.close()
+        if self._writer is not None:
+            self._writer.close()
+        if not self.has_ended:
+            await asyncio.wait([self._watching], timeout=1.0 if self.is_worn else GIVING_UP_SECONDS)
+        self._child.end()
+        await asyncio.wait([self._watching])
+        self._scratch.__exit__(None, None, None)
+
+
+@dataclass
+class Place:
+    """An episode's place in a process: where its methods are called."""
+
+    _host: _Host
+    _episode: str
+    _turn_seconds: float
+    _seconds_left: float
+    seconds: float = 0.0
+    """That its methods took so far."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What a method gives, see `host_process`. Raises EnvironmentFailed, HostEnded."""
+        if self._seconds_left <= 0:
+            raise EnvironmentFailed(f"the episode took longer than {self.seconds:g} s before {method}")
+        began = time.monotonic()
+        try:
+            limit = min(self._turn_seconds, self._seconds_left)
+            answer = await self._host.call(self._episode, method, list(arguments), limit)
+        finally:
+            took = time.monotonic() - began
+            self.seconds += took
+            self._seconds_left -= took
+        if "error" in answer:
+            raise EnvironmentFailed(answer["error"])
+        return answer["value"]
+
+
+class Hosts:
+    """The processes of an environment, started as they are needed; in one event loop."""
+
+    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
+        self._code, self._settings = code, settings
+        self._hosts: list[_Host] = []
+        self._starting = asyncio.Lock()
+        self.num_ended = 0
+        """Processes that ended though nobody asked them to."""
+
+    @asynccontextmanager
+    async def place(self, episode: str, *, alone: bool = False) -> AsyncIterator[Place]:
+        """Inside the block the episode has an object's place. ``alone``: in a process of its own."""
+        host = await self._host(alone=alone)
+        host.episodes.add(episode)
+        place = Place(host, episode, self._settings.turn_seconds, self._settings.episode_seconds)
+        try:
+            yield place
+        except BaseException:
+            if not host.has_ended:
+                await asyncio.shield(asyncio.create_task(host.give_up(episode)))
+            raise
+        finally:
+            host.episodes.discard(episode)
+            if not host.episodes and (alone or host.is_worn or host.has_ended):
+                await self._drop(host)
+
+    async def _host(self, *, alone: bool) -> _Host:
+        async with self._starting:
+            for host in [host for host in self._hosts if host.has_ended and not host.episodes]:
+                await self._drop(host)
+            fit = [host for host in self._hosts if not (host.has_ended or host.is_worn)]
+            if alone or len(fit) < self._settings.processes:
+                host = _Host(self._code, self._settings)
+                try:
+                    await host.start()
+                except BaseException:
+                    await host.close()
+                    raise
+                if not alone:
+                    self._hosts.append(host)
+                return host
+            return min(fit, key=lambda host: len(host.episodes))
+
+    async def _drop(self, host: _Host) -> None:
+        if host in self._hosts:
+            self._hosts.remove(host)
+        self.num_ended += host.has_ended
+        await host.close()
+
+    async def close(self) -> None:
+        """End all processes."""
+        hosts, self._hosts = self._hosts, []
+        await asyncio.gather(*(host.close() for host in hosts))

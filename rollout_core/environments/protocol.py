@@ -1,0 +1,110 @@
+"""What an environment is: a class, or a function that makes one, of an object for each episode.
+
+::
+
+    from rollout_core.environments import Done
+
+    class Env:
+        def reset(self, row, seed):              # the first messages: a text is the user's
+            self.answer = row["answer"]
+            return row["question"]
+
+        def add(self, a: int, b: int) -> int:    # a public method is a tool: its name, docstring and signature
+            \"\"\"Add two numbers.\"\"\"
+            return a + b
+
+        def step(self, message):                 # optional: what the user says to an answer without tool calls
+            return Done() if self.answer in message["content"] else "That is not right. Try again."
+
+        def reward(self):                        # a number, or several by name
+            return 1.0
+
+        def close(self):                         # optional
+            ...
+
+Every method may be ``async``. An episode ends where `step` gives `Done` or None, where a tool gives `Done`, where there
+is no `step` and the model calls no tool, and at its limits. The object is used by one episode alone, its methods one at
+a time. What a method draws at random has to follow from ``seed``: a row's episodes all get the same one, and an episode
+that is played again gets it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_core.base.errors import Fatal
+
+RESERVED = ("reset", "step", "reward", "close")
+"""Methods that are no tools."""
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Done:
+    """Ends the episode. ``text`` is what the tool that gives it answers at last."""
+
+    text: str = ""
+
+
+class EnvironmentFailed(Fatal):
+    """A method of an environment raised, gave something else than it may, or took too long."""
+
+
+def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of an environment that are tools, by name, in the order in which its class has them."""
+    found: dict[str, Callable[..., Any]] = {}
+    for owner in reversed(type(environment).__mro__[:-1]):
+        for name, value in vars(owner).items():
+            if not name.startswith("_") and name not in RESERVED and inspect.isfunction(value):
+                found[name] = getattr(environment, name)
+    return found
+
+
+def messages_of(given: Any, what: str) -> list[dict[str, Any]]:
+    """Messages as a chat template gets them: a text is one of the user's. Raises EnvironmentFailed for anything else;
+    ``what`` gave it, for the message."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    listed = [given] if isinstance(given, Mapping) else given
+    if not isinstance(listed, list | tuple) or not listed:
+        raise EnvironmentFailed(f"{what} gave {_shown(given)}; expected a text, a message or a list of messages")
+    return [_message(message, what) for message in listed]
+
+
+def _message(message: Any, what: str) -> dict[str, Any]:
+    if (
+        not isinstance(message, Mapping)
+        or message.get("role") not in ROLES
+        or not isinstance(message.get("content"), str)
+    ):
+        expected = f"a message with a role ({', '.join(ROLES)}) and a content that is text"
+        raise EnvironmentFailed(f"{what} gave {_shown(message)}; expected {expected}")
+    return {str(name): value for name, value in message.items()}
+
+
+def reward_of(given: Any) -> float | dict[str, float]:
+    """A reward as JSON has it. Raises EnvironmentFailed for what is no finite number, nor such numbers by name."""
+    if isinstance(given, Mapping):
+        if not given:
+            raise EnvironmentFailed("reward gave no number: its mapping is empty")
+        return {str(name): _number(value, f"reward {name!r}") for name, value in given.items()}
+    return _number(given, "reward")
+
+
+def _number(given: Any, what: str) -> float:
+    try:
+        # NumPy's and torch's scalars are numbers, too; a text is none, though float() reads it.
+        number = None if isinstance(given, str | bytes) or given is None else float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = None
+    if number is None or not math.isfinite(number):
+        raise EnvironmentFailed(f"{what} gave {_shown(given)}; expected a finite number")
+    return number
+
+
+def _shown(given: Any) -> str:
+    return f"{given!r:.80} ({type(given).__name__})"

@@ -1,0 +1,230 @@
+"""Episodes: turns, tools and rewards, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout_core.models.pretrained import load_tokenizer
+from tests.environments.acting import Scene, called
+
+SUMS = '''
+from rollout_core.environments import Done, ToolError
+
+
+class Env:
+    """Sums, by a tool."""
+
+    def reset(self, row, seed):
+        self.row, self.used = row, 0
+        return f"{row['a']} + {row['b']}?"
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        self.used += 1
+        if a < 0:
+            raise ToolError("only natural numbers")
+        return a + b
+
+    async def submit(self, answer: int):
+        """Give the answer."""
+        self.answer = answer
+        return Done("thanks")
+
+    def reward(self):
+        right = float(getattr(self, "answer", None) == self.row["a"] + self.row["b"])
+        return {"right": right, "tools": -0.1 * self.used}
+'''
+ROWS = [{"a": number, "b": 2 * number + 1} for number in range(6)]
+
+
+def asked(text: str) -> tuple[int, int]:
+    """The numbers of the question."""
+    a, b = text.split("user: ")[1].split("?")[0].split("+")
+    return int(a), int(b)
+
+
+def adds(text: str, seed: int) -> str:
+    """Calls `add`, then `submit` with what it said."""
+    a, b = asked(text)
+    answers = text.split("tool: ")[1:]
+    if not answers:
+        return called("add", a=a, b=b)
+    return called("submit", answer=int(answers[-1].split("<")[0]))
+
+
+async def test_a_model_calls_tools_and_is_rewarded(scene: Scene):
+    scene.write(SUMS)
+    engine = scene.engine(adds)
+    tally = await scene.play(engine, ROWS, group=2)
+    assert (tally.done, tally.failed, dict(tally.endings)) == (12, 0, {"done": 12})
+    ended = await scene.ended(ROWS, group=2)
+    assert [row.status for row in ended] == ["succeeded"] * 12
+    assert [row.reward for row in ended] == [pytest.approx(0.9)] * 12
+    assert sum(engine.asked.values()) == 24 and set(engine.asked.values()) == {1}
+    spans = await scene.spans(ROWS[3])
+    assert [span.name for span in spans] == [
+        "rollout.llm_call", "agentlightning.operation", "rollout.llm_call", "agentlightning.operation",
+        "agentlightning.annotation",
+    ]  # fmt: skip
+    assert spans[1].attributes["agentlightning.operation.output"] == "10"
+    assert json.loads(spans[1].attributes["agentlightning.operation.input"]) == {"a": 3, "b": 7}
+    assert spans[3].attributes["agentlightning.operation.output"] == "thanks"
+
+
+async def test_what_is_learned_from_is_what_the_engine_wrote_and_nothing_else(scene: Scene):
+    scene.write(SUMS)
+    await scene.play(scene.engine(adds), ROWS)
+    tokenizer = load_tokenizer(scene.model.folder)
+    for row, sample in zip(ROWS, await scene.samples(ROWS), strict=True):
+        assert sample.written is not None and len(sample.written) == 2
+        said = [tokenizer.decode(sample.token_ids[start:stop]) for start, stop in sample.written]
+        total = row["a"] + row["b"]
+        assert said == [
+            called("add", a=row["a"], b=row["b"]) + "<|endoftext|>",
+            called("submit", answer=total) + "<|endoftext|>",
+        ]
+        # Between them stands what the template writes behind an answer, without the end that the answer has already.
+        between = sample.token_ids[sample.written[0][1] : sample.written[1][0]]
+        assert tokenizer.decode(between) == f"\ntool: {total}<|endoftext|>\nassistant: "
+        assert all(value == -0.5 for start, stop in sample.written for value in sample.logprobs[start:stop])
+        assert sample.reward == pytest.approx(0.9)
+
+
+async def test_a_model_that_calls_wrongly_is_answered_so_that_it_can_try_again(scene: Scene):
+    scene.write(SUMS)
+
+    def tries(text: str, seed: int) -> str:
+        wrong = [called("multiply", a=1), called("add", a="x", b=2), called("add", a=-1, b=2)]
+        number = text.count("tool: ")
+        return wrong[number] if number < len(wrong) else called("submit", answer=1)
+
+    tally = await scene.play(scene.engine(tries), ROWS[:1])
+    assert dict(tally.endings) == {"done": 1} and tally.attempts_failed == 0
+    outputs = [
+        (span.attributes["agentlightning.operation.output"], span.status.status_code)
+        for span in await scene.spans(ROWS[0])
+        if span.name == "agentlightning.operation"
+    ]
+    assert outputs[0] == ("there is no tool 'multiply'; expected add, submit", "ERROR")
+    assert "a: " in outputs[1][0] and outputs[1][1] == "ERROR"
+    assert outputs[2] == ("only natural numbers", "ERROR") and outputs[3] == ("thanks", "OK")
+
+
+TALKING = """
+class Env:
+    def reset(self, row, seed):
+        self.turns = 0
+        return [{"role": "system", "content": "Count."}, {"role": "user", "content": "one"}]
+
+    def step(self, message):
+        self.turns += 1
+        assert message["role"] == "assistant"
+        return None if "stop" in message["content"] else f"turn {self.turns}"
+
+    def reward(self):
+        return self.turns
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "ended", "reward"),
+    [
+        (lambda text, seed: "stop" if "turn 2" in text else "next", {}, "done", 3),
+        (lambda text, seed: "next", {"max_turns": 2}, "max turns", 2),
+        (lambda text, seed: "next", {"max_turns": 2, "truncated": "zero"}, "max turns", 0),
+        (lambda text, seed: "x" * 200, {}, "length", 0),
+        (lambda text, seed: "next", {"max_tokens": 60, "max_turns": 100}, "no room", None),
+    ],
+)
+async def test_an_episode_ends_by_its_environment_or_at_its_limits(
+    scene: Scene, policy: Any, settings: dict[str, Any], ended: str, reward: float | None
+):
+    scene.write(TALKING)
+    tally = await scene.play(scene.engine(policy), [{"x": 1}], **settings)
+    [row] = await scene.ended([{"x": 1}])
+    if ended == "no room":  # or the last answer was cut by what room there was
+        assert set(tally.endings) <= {"no room", "length"}
+        [sample] = await scene.samples([{"x": 1}])
+        assert len(sample.prompt_token_ids) + len(sample.token_ids) <= 60
+    else:
+        assert dict(tally.endings) == {ended: 1} and row.reward == reward
+
+
+async def test_what_has_ended_is_never_played_again(scene: Scene):
+    scene.write(SUMS)
+    await scene.play(scene.engine(adds), ROWS[:3])
+    engine = scene.engine(adds)
+    before = await scene.ended(ROWS[:3])
+    await scene.play(engine, ROWS)
+    assert len(engine.asked) == 2 * 3  # of the rows that are new
+    assert await scene.ended(ROWS[:3]) == before
+
+
+FAILING = """
+import os, pathlib
+
+class Env:
+    def reset(self, row, seed):
+        self.row, self.turns = row, 0
+        return row["task"]
+
+    def step(self, message):
+        self.turns += 1
+        mark = pathlib.Path(os.environ["MARKS"]) / f"{self.row['task']}-{self.turns}"
+        if self.turns == self.row["at"] and not mark.exists():
+            mark.touch()
+            how = self.row["how"]
+            if how == "exit":
+                os._exit(3)
+            if how == "signal":
+                os.kill(os.getpid(), 11)
+            if how == "raise":
+                raise KeyError("lost")
+            if how == "type":
+                return 42
+            if how == "hang":
+                import time
+                time.sleep(600)
+            if how == "spin":
+                import asyncio
+                return self._forever()
+        return None if self.turns == 3 else f"turn {self.turns}"
+
+    async def _forever(self):
+        import asyncio
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                pass
+
+    def reward(self):
+        return float("nan") if self.row["how"] == "nan" else self.turns
+"""
+
+
+async def test_what_an_environment_does_wrong_costs_one_attempt_of_its_episode(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    scene.write(FAILING)
+    marks = scene.folder / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("MARKS", str(marks))
+    hows = ["exit", "signal", "raise", "type", "hang", "spin", "none", "nan"]
+    rows = [{"task": f"{how}{at}", "how": how, "at": at} for how in hows for at in (1, 3)]
+    engine = scene.engine(lambda text, seed: f"answer {seed}")
+    tally = await scene.play(engine, rows, turn_seconds=2.0, max_attempts=2)
+    ended = {
+        row["task"]: (found.status, found.reward) for row, found in zip(rows, await scene.ended(rows), strict=True)
+    }
+    assert {task: found for task, found in ended.items() if not task.startswith("nan")} == {
+        row["task"]: ("succeeded", 3.0) for row in rows if row["how"] != "nan"
+    }
+    assert {ended[task] for task in ("nan1", "nan3")} == {("failed", None)}
+    # Every answer was drawn once, also those of attempts that failed.
+    assert set(engine.asked.values()) == {1} and len(engine.asked) == 3 * len(rows)
+    assert tally.failed == 2
+    assert tally.attempts_failed <= 12 + 4  # one of each that did wrong, and two of each that cannot do right

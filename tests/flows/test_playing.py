@@ -1,0 +1,290 @@
+"""Training in an environment: episodes are played, rewarded and learned from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.config import EvalConfig, NightlyConfig, TrainGRPOConfig, load_config, parse_config
+from rollout_core.objects import ObjectStore
+from rollout_core.plans.learner_plan import plan_training
+from tests.flows.conftest import wait_for, write_toml
+from tests.flows.kills import attempts_after_success
+
+pytestmark = pytest.mark.server
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SAMPLING = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": [*range(130, 262)]}
+"""A model of random weights ends hardly any turn by itself."""
+ENVIRONMENT = '''
+import hashlib, json, os, time
+from rollout_core.environments import Done
+
+
+def fail_once(folder, turn):
+    """In a fifth of the turns, the first time that it comes to them."""
+    digest = hashlib.sha256(turn.encode()).hexdigest()
+    mark = os.path.join(folder, digest)
+    if int(digest[:4], 16) % 5 or os.path.exists(mark):
+        return
+    open(mark, "w").close()
+    match int(digest[4:8], 16) % 4:
+        case 0:
+            os._exit(1)
+        case 1:
+            raise KeyError(turn)
+        case 2:
+            os.kill(os.getpid(), 11)
+        case 3:
+            time.sleep(600)
+
+
+class Env:
+    """Wants many different characters, and says so twice."""
+
+    def __init__(self, most=2):
+        self.most, self.said = most, ""
+
+    def reset(self, row, seed):
+        with open(os.environ["EPISODES"], "a") as played:
+            played.write(json.dumps([row, seed]) + "\\n")
+        self.row = row
+        return f"sort {row['digits']} ="
+
+    def step(self, message):
+        if faults := os.environ.get("FAULTS"):
+            fail_once(faults, f"{self.row['digits']} {self.most} {message['content']}")
+        self.said += message["content"]
+        self.most -= 1
+        return "again" if self.most else Done()
+
+    async def reward(self):
+        return {"variety": len(set(self.said)) / 20, "length": -len(self.said) / 1000}
+'''
+
+
+@pytest.fixture
+def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an environment, its rows, and a model that has a chat template."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    rows = [{"digits": f"{number} 1"} for number in range(2, 8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EPISODES", str(tmp_path / "episodes.jsonl"))
+    return tmp_path
+
+
+def document(**environment: Any) -> dict[str, Any]:
+    return {
+        "num_threads": 1,
+        "run": {"name": "playing"},
+        "backend": {"kind": "transformers"},
+        "environment": {"path": "env.py:Env", "max_turns": 4, **environment},
+        "algorithm": {
+            "kind": "grpo",
+            "base_model": {"uri": "model"},
+            "prompts": {"path": "rows.jsonl"},
+            "iterations": 2,
+            "prompts_per_iteration": 3,
+            "samples_per_prompt": 4,
+            "minibatch_size": 4,
+            "sampling": SAMPLING,
+            "optimizer": {"lr": 1e-3},
+        },
+    }
+
+
+def episodes(work: Path) -> list[Any]:
+    file = work / "episodes.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_a_policy_learns_in_an_environment_and_again_from_the_cache(prefect_server: str, work: Path):
+    from flows.train import train_grpo
+
+    config = parse_config(document(), TrainGRPOConfig)
+    first = train_grpo(config)
+    played = episodes(work)
+    assert len(played) == 2 * 3 * 4
+    assert len(first["rewards"]) == 2
+    again = train_grpo(config)
+    assert (again["model"], again["rewards"]) == (first["model"], first["rewards"])
+    assert episodes(work) == played
+
+
+RUN = """
+import sys
+from rollout_core.config import TrainGRPOConfig, load_config
+from flows.train import train_grpo
+print(train_grpo(load_config("run.toml", TrainGRPOConfig))["model"])
+"""
+
+
+def database() -> Path:
+    return Path(os.environ["ROLLOUT_DATABASE"].removeprefix("sqlite:///"))
+
+
+def statuses(database: Path) -> dict[str, str]:
+    """Of episodes and of answers, by id."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)) as store:
+            return dict(store.execute("SELECT rollout_id, status FROM rollouts").fetchall())
+    except sqlite3.OperationalError:  # before it is there
+        return {}
+
+
+def test_killed_while_it_plays_it_plays_on_and_comes_to_the_same_checkpoint(
+    prefect_server: str, work: Path, start_process: Any, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.train import train_grpo
+
+    (work / "env.py").write_text(ENVIRONMENT.replace("self.most -= 1", "self.most -= 1; import time; time.sleep(0.1)"))
+    write_toml(work / "run.toml", document(episodes_at_once=3))
+    ended = set[str]()
+    for wanted in (7, 45):  # in the first iteration, and in the second
+        process = start_process("-c", RUN, cwd=work, stdout=(work / "run.log").open("a"))
+        wait_for(
+            lambda wanted=wanted: list(statuses(database()).values()).count("succeeded") >= wanted,
+            f"{wanted} answers and episodes",
+            process=process,
+        )
+        process.kill()
+        process.wait()
+        now = {name for name, status in statuses(database()).items() if status == "succeeded"}
+        assert ended <= now
+        ended = now
+    config = load_config("run.toml", TrainGRPOConfig)
+    model = train_grpo(config)["model"]
+    assert not attempts_after_success(os.environ["ROLLOUT_DATABASE"])
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{work / 'undisturbed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{work / 'undisturbed.db'}")
+    assert train_grpo(config)["model"] == model
+
+
+def test_an_environment_that_crashes_and_hangs_costs_attempts_and_changes_no_checkpoint(
+    prefect_server: str, work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.train import train_grpo
+
+    (work / "faults").mkdir()
+    monkeypatch.setenv("FAULTS", str(work / "faults"))
+    config = parse_config(document(turn_seconds=3, max_attempts=8), TrainGRPOConfig)
+    model = train_grpo(config)["model"]
+    assert len(list((work / "faults").iterdir())) >= 3
+    assert set(statuses(database()).values()) == {"succeeded"}
+    monkeypatch.delenv("FAULTS")
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{work / 'undisturbed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{work / 'undisturbed.db'}")
+    assert train_grpo(config)["model"] == model
+
+
+def test_a_night_in_an_environment_is_evaluated_and_promoted(prefect_server: str, work: Path):
+    from flows.nightly import nightly
+
+    chat = [{"role": "user", "content": "sort 2 1 ="}, {"role": "assistant", "content": "1 2 3 4 5"}]
+    (work / "sft.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    tables = document()
+    learner = {name: value for name, value in tables.pop("algorithm").items() if name != "base_model"}
+    tables |= {
+        "model": {"uri": "model"},
+        "sft": {
+            "minibatch_size": 1,
+            "dataset": {"path": "sft.jsonl"},
+            "budget": {"max_steps": 4},
+            "optimizer": {"lr": 1e-3},
+            "sequence": {"max_length": 64},
+        },
+        "grpo": learner,
+        "evaluation": {"prompts": {"path": "rows.jsonl"}, "sampling": SAMPLING},
+        "report_dir": "report",
+    }
+    found = nightly(parse_config(tables, NightlyConfig))
+    assert list(found["held_out"]) == ["before", "after SFT", "after GRPO"] and len(found["rewards"]) == 2
+    page = (Path(found["report"]) / "index.html").read_text()
+    assert "[user] again" in page and "evaluate_episodes" in page
+    played = episodes(work)
+    assert len(played) == 3 * 6 + 2 * 3 * 4
+    again = nightly(parse_config(tables, NightlyConfig))
+    assert again["model"] == found["model"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm.reward": {"kind": "exact_match"}}, "algorithm.reward: the environment rewards its episodes"),
+    ({"algorithm.async_depth": 1}, "algorithm.async_depth is of completions of prompts, not of episodes"),
+    ({"algorithm.curriculum": {"by": "length"}}, "algorithm.curriculum is of completions of prompts"),
+    ({"algorithm.kind": "online_dpo"}, "of single completions of prompts; choose another one"),
+    ({"environment.path": "env.py"}, "environment.path: expected module:function or path/to/file.py:function"),
+    ({"environment.max_turn": 3}, "max_turns"),
+    ({"environment.config": {"least": 1}}, "environment env.py:Env has the signature (most=2), and config gives least"),
+    ({"environment.path": "none.py:Env"}, "environment file none.py does not exist"),
+    ({"environment.path": "env.py:Environment"}, "there is no 'Environment'; found: Done, Env, fail_once"),
+    ({"algorithm.prompts": {"path": "none.jsonl"}}, "none.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), REFUSED, ids=[next(iter(changes)) for changes, _ in REFUSED])
+def test_what_cannot_be_played_is_refused_by_the_plan(work: Path, changes: dict[str, Any], problem: str):
+    with pytest.raises(ConfigError) as refused:
+        plan_training(parse_config(document(), TrainGRPOConfig, overrides=changes), Path.cwd())
+    assert problem in str(refused.value).replace(f"{work}/", "")
+    assert not episodes(work)
+
+
+def test_a_template_that_leaves_out_what_tools_say_is_refused_by_the_plan(work: Path):
+    settings = work / "model" / "tokenizer_config.json"
+    without_tools = TEMPLATE.replace("{{ message.role }}", "{% if message.role == 'tool' %}{{ raise_exception('no') }}"
+                                     "{% endif %}{{ message.role }}")  # fmt: skip
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": without_tools}))
+    (work / "env.py").write_text(
+        ENVIRONMENT
+        + '''
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+'''
+    )
+    config = parse_config(document(), TrainGRPOConfig)
+    with pytest.raises(ConfigError, match=r'of which an episode is made \(tool_role = "user"'):
+        plan_training(config, Path.cwd())
+    remark = plan_training(parse_config(document(tool_role="user"), TrainGRPOConfig), Path.cwd())
+    assert "does not show the model its tools (look)" in remark["environment, to look at"]
+
+
+def test_an_environment_evaluates_models_as_a_suite(prefect_server: str, work: Path):
+    from flows.evaluate import evaluate_suites
+
+    suite = {
+        "name": "variety",
+        "rows": {"path": "rows.jsonl"},
+        "environment": {"path": "env.py:Env"},
+        "samples": 2,
+        "sampling": SAMPLING,
+        "threshold": 0.2,
+    }
+    config = parse_config(
+        {"model": {"uri": "model"}, "backend": {"kind": "transformers"}, "suites": [suite]}, EvalConfig
+    )
+    [report] = evaluate_suites(config)["reports"]
+    assert (report["num_questions"], report["num_samples"], report["num_failed"]) == (6, 12, 0)
+    assert [metric["name"] for metric in report["metrics"]] == ["mean", "avg@2", "pass@2"]
+    objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+    text = json.loads(objects.get_bytes(ContentId(report["completions"])).splitlines()[0])["text"]
+    assert text.startswith("[assistant] ") and "\n[user] again\n[assistant] " in text
+    played = episodes(work)
+    assert len(played) == 12
+    assert evaluate_suites(config)["reports"] == [report] and episodes(work) == played
