@@ -50,6 +50,15 @@ class SandboxedTool(ToolSettings):
     sandbox: CodeSandbox | Literal["none"] = CodeSandbox()
     """Where programs run. ``"none"``, written out, runs them without any wall, as this user."""
 
+    @model_validator(mode="after")
+    def _files_fit_into_memory(self) -> SandboxedTool:
+        if 4 * self.disk_mb > self.memory_mb:
+            raise ValueError(
+                f"disk_mb is {self.disk_mb}, and memory_mb {self.memory_mb}; expected at least four times as much "
+                "memory, through which the files pass"
+            )
+        return self
+
     @property
     def sandbox_kind(self) -> str:
         """Of the sandbox, by its name."""

@@ -66,8 +66,8 @@ READ_BYTES = 2**16
 DRAIN_SECONDS = 5.0
 """For the last output once a program has ended. Without walls something that it started may hold on to the pipes."""
 HEARING_SECONDS = 1.0
-"""For a program to end by itself once its caller lets go of it. Without walls, what it has started ends with it only
-then."""
+"""For a program to end by itself once its caller closes the socket. Without walls, what it has started ends with it
+only then."""
 LOOK_SECONDS = 1.0
 """Between two looks whether the caller is to stop."""
 

@@ -114,7 +114,7 @@ class Sandbox:
             return self._standing().run_linked(first, second)
 
     def open(self, program: Program) -> Session:
-        """Start a program that runs beside its caller, who ends it. It takes no turn: callers bound how many there are.
+        """Start a program that runs until its caller ends it. It takes no turn: callers bound how many there are.
         Raises as `run`, and ConfigError where this kind of sandbox cannot talk with programs."""
         runner = self._standing()
         if not isinstance(runner, Launcher):

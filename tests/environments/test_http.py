@@ -258,7 +258,8 @@ async def test_a_name_that_turns_private_is_refused_at_the_next_request():
 )
 async def test_what_the_list_does_not_name_is_refused(url: str):
     async with serving(lambda *_: reply(b"secret")) as server:
-        http = tool(server, Names(example_test=LOCAL, evil_test=LOCAL), allow_private=False)
+        names = Names(example_test=LOCAL, evil_test=LOCAL, notexample_test=LOCAL, example_test_evil_test=LOCAL)
+        http = tool(server, names)
         await refused(http, url=url.format(port=server.port))
         assert server.heads == []
 

@@ -17,6 +17,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config.base import identity
 from rollout_core.config.tools import FilesTool, PythonTool, ShellTool
 from rollout_core.config.verifiers import CodeSandbox
+from rollout_core.environments.tools import supervisor
 from rollout_core.environments.tools.toolbox import Toolbox, ToolResources, check_tools
 from rollout_core.sandbox import Sandbox
 from rollout_core.sandbox.service import SandboxService
@@ -180,6 +181,12 @@ async def test_a_failed_command_says_its_code(box: Toolbox):
     assert "exit code 127" in (await failed(box, "shell", command="nosuchprogram")).text
 
 
+@pytest.mark.parametrize("command", ["echo \ud800", "echo \0", f"echo {'x' * 200_000}"])
+async def test_what_is_no_command_line_says_so(box: Toolbox, command: str):
+    assert "the command line h" in (await failed(box, "shell", command=command)).text
+    assert await said(box, "shell", command="echo 'ünï\tcode'\n\necho two") == "ünï\tcode\ntwo\n"
+
+
 async def test_what_a_command_leaves_running_ends_with_it(box: Toolbox):
     name = f"{os.getpid()}.5"
     await said(box, "shell", command=f"sleep 10{name} & setsid sleep 20{name} & nohup sleep 30{name} & echo begun")
@@ -262,6 +269,19 @@ async def test_a_change_a_moment_later_of_the_same_size_is_seen(box: Toolbox, tm
     for number in range(20):
         await said(box, "python", code=f"with open('n', 'w') as file: file.write('{number % 10}')")
         assert (tmp_path / "episode/n").read_text() == str(number % 10)
+
+
+def test_a_change_within_a_tick_of_the_clock_is_reported(tmp_path: Path):
+    folder, file = supervisor.Folder(str(tmp_path)), tmp_path / "n"
+    file.write_text("1")
+    folder.take({"removed": [], "folders": [], "files": []}, b"")
+    file.write_text("2")
+    changed = time.time_ns()
+    os.utime(file, ns=(changed, changed))
+    assert folder.changes(10, 10)[1] == b"2"
+    file.write_text("3")
+    os.utime(file, ns=(changed, changed))
+    assert folder.changes(10, 10)[1] == b"3"
 
 
 async def test_links_stay_in_the_sandbox(box: Toolbox, tmp_path: Path):
@@ -476,6 +496,7 @@ def test_what_a_plan_says_of_programs_that_are_not_there():
         (lambda: ShellTool(commands=("/bin/ls",)), "commands"),
         (lambda: PythonTool(name="a b"), "name"),
         (lambda: PythonTool(seconds=0), "seconds"),
+        (lambda: PythonTool(memory_mb=255), "disk_mb is 64, and memory_mb 255"),
     ],
 )
 def test_settings_that_cannot_be(make, message: str):

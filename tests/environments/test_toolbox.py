@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config.tools import FilesTool, HttpTool, PythonTool, SearchTool, ShellTool, SqlTool
 from rollout_core.environments.tools.results import Output, shortened
 from rollout_core.environments.tools.toolbox import Toolbox, check_tools
+from tests.conftest import PROJECT
 from tests.environments.boxes import failed, said, shared
 
 ALL = (
@@ -74,6 +76,20 @@ async def test_a_toolbox_that_is_used_alone_has_what_it_needs(folder: Path):
         Toolbox(tools, folder)
 
 
+def test_what_is_shared_can_be_made_before_the_first_call(folder: Path):
+    (folder / "a.txt").write_text("A text.")
+    tools = [SearchTool(corpus=("a.txt",)), PythonTool()]
+    with shared(*tools, base=folder) as resources:
+        resources.prepare()
+        assert len(list((folder / "indexes").glob("*.sqlite"))) == 1
+    (folder / "a.txt").unlink()
+    with (
+        shared(*tools, base=folder) as resources,
+        pytest.raises(ConfigError, match=r"a\.txt of its corpus does not exist"),
+    ):
+        resources.prepare()
+
+
 def test_two_tools_of_one_name_are_refused(folder: Path):
     for call in (lambda tools: Toolbox(tools, folder), check_tools):
         with pytest.raises(ConfigError, match="2 tools are called 'files'"):
@@ -83,6 +99,16 @@ def test_two_tools_of_one_name_are_refused(folder: Path):
 def test_resources_of_other_tools_are_refused(folder: Path):
     with shared(FilesTool(), base=folder) as resources, pytest.raises(ConfigError, match="those of other tools"):
         Toolbox([FilesTool(writable=False)], folder, resources=resources)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_page_shows_what_runs(number: int, capsys: pytest.CaptureFixture[str]):
+    page = (PROJECT / "docs" / "tools.md").read_text(encoding="utf-8")
+    block = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[number]
+    exec(compile(block, "docs/tools.md", "exec"), module := {"__name__": "page"})
+    assert module
+    shown = [["42\n", "False False\n", "6\n", "\n"], ["['city']\n", "Oslo: sun for 3 days\n"]]
+    assert "".join(capsys.readouterr().out.split()) == "".join("".join(shown[number]).split())
 
 
 # Files

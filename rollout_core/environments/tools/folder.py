@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -83,7 +83,7 @@ class EpisodeFolder:
 
     def make_folder(self, path: str) -> None:
         """Make a folder, and those above it, where they are not there."""
-        with self._parent(f"{path}/x", make=True):
+        with self._entered(path, parts_of(path), make=True):
             pass
 
     def remove(self, path: str) -> None:
@@ -103,14 +103,19 @@ class EpisodeFolder:
 
     @contextlib.contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """A descriptor of the folder that ``path`` is in, and its name there. A folder that a link has replaced in the
-        meantime is not entered."""
+        """A descriptor of the folder that ``path`` is in, and its name there."""
         parts = parts_of(path)
         if not parts:
             raise ToolError(f"{path!r} is the working folder itself; give the name of a file in it")
+        with self._entered(path, parts[:-1], make=make) as descriptor:
+            yield descriptor, parts[-1]
+
+    @contextlib.contextmanager
+    def _entered(self, path: str, parts: Sequence[str], *, make: bool) -> Iterator[int]:
+        """A descriptor of the folder that ``parts`` lead to. A folder that a link has replaced is not entered."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for part in parts[:-1]:
+            for part in parts:
                 with _faults(path):
                     if make:
                         with contextlib.suppress(FileExistsError):
@@ -118,7 +123,7 @@ class EpisodeFolder:
                     below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = below
-            yield descriptor, parts[-1]
+            yield descriptor
         finally:
             os.close(descriptor)
 

@@ -15,7 +15,7 @@ class ToolError(RolloutError):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told of one call."""
+    """The answer to one call, for the model."""
 
     text: str
     is_error: bool
@@ -47,8 +47,8 @@ class Tool(Protocol):
     """Of a result at most."""
 
     async def call(self, arguments: Mapping[str, Any]) -> str | Output:
-        """What the model is told. Raises ToolError for what the model did wrong, and other errors of this project for
-        what the machine or the configuration did."""
+        """The result, for the model. Raises ToolError for what the model did wrong, and other errors of this project
+        for what the machine or the configuration did."""
         ...
 
     async def close(self) -> None:

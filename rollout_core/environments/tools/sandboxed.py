@@ -282,7 +282,7 @@ def _ended(session: Session) -> None:
 
 
 def _reason(outcome: Outcome) -> str:
-    if outcome.ended == "stopped":  # it let go of the socket first
+    if outcome.ended == "stopped":  # it closed the socket first
         return "ended what runs it"
     if outcome.ended == "time":
         return "took longer than it may, and was ended"

@@ -120,8 +120,9 @@ class SearchIndex:
         words = _words(query)
         # Each word as a string of FTS5's, in which nothing but a quote means anything, and no word holds one.
         wanted = " OR ".join(f'"{word}"' for word in words)
+        path = self.path()  # whose making takes no time of a call's
         deadline = time.monotonic() + self._spec.seconds
-        with contextlib.closing(_opened(self.path())) as connection:
+        with contextlib.closing(_opened(path)) as connection:
             connection.set_progress_handler(lambda: time.monotonic() > deadline, PROGRESS_STEPS)
             try:
                 rows = connection.execute(

@@ -9,10 +9,12 @@ from rollout_core.config.tools import ShellTool
 from rollout_core.environments.schemas import function_schema
 from rollout_core.environments.tools.folder import EpisodeFolder
 from rollout_core.environments.tools.python import with_notes
-from rollout_core.environments.tools.results import Output
+from rollout_core.environments.tools.results import Output, ToolError
 from rollout_core.environments.tools.sandboxed import SandboxedCalls
 from rollout_core.sandbox import Sandbox
 
+MOST_COMMAND = 100_000
+"""Bytes of a command line: Linux takes no argument of more than 128 KiB."""
 RESTRICTED = (
     "The shell is restricted to the programs {programs}, by their names; it refuses paths in their place, > and cd."
 )
@@ -40,6 +42,13 @@ class Shell:
         Args:
             command: The command line, such as 'ls | head'.
         """
+        size = len(command.encode("utf-8", "surrogatepass"))
+        if size > MOST_COMMAND:
+            raise ToolError(
+                f"the command line has {size:,} bytes; it may have {MOST_COMMAND:,}. Write a file, and run that"
+            )
+        if "\0" in command or command != command.encode(errors="replace").decode():
+            raise ToolError("the command line holds a null character, or half of one of two parts; leave it out")
         async with self._folder.lock:
             reply = await self._calls.call("shell", command, self._programs)
         notes = list(reply.notes)

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import Limits
@@ -30,6 +30,8 @@ from rollout_core.rewards.verifiers.sql import MAX_VALUE_BYTES, read_only_databa
 MAX_PROCESSES = 4
 GRACE_SECONDS = 5.0
 """For a query that does not hear that its time is up, such as one within a single large function."""
+IMPORT_SECONDS = 120.0
+"""For a new process to import what it needs, which a busy machine takes long for."""
 PROGRESS_STEPS = 10_000
 _FORBIDDEN = {
     sqlite3.SQLITE_ATTACH,
@@ -49,7 +51,10 @@ class SqlProcesses:
             address_space=True,
         )
         self._spec = spec
-        self._children = [Child(f"{__name__}:handle", limits, prepare_seconds=60.0) for _ in range(MAX_PROCESSES)]
+        self._children = [
+            Child(f"{__name__}:handle", limits, prepare=_imported, prepare_seconds=IMPORT_SECONDS)
+            for _ in range(MAX_PROCESSES)
+        ]
         self._free: queue.LifoQueue[Child] = queue.LifoQueue()  # so that those that run are used first
         for child in reversed(self._children):
             self._free.put(child)
@@ -58,18 +63,18 @@ class SqlProcesses:
         """Run it. Raises ToolError for what is wrong with it, Recoverable for what the machine did."""
         spec = self._spec
         child = self._free.get()
+        request = {
+            "database": str(database),
+            "query": query,
+            "writes": spec.access == "copy",
+            "seconds": spec.seconds,
+            "rows": spec.max_rows,
+            "characters": spec.output_characters,
+            "disk_bytes": spec.disk_mb * 2**20,
+        }
         try:
-            return child.call(
-                {
-                    "database": str(database),
-                    "query": query,
-                    "writes": spec.access == "copy",
-                    "seconds": spec.seconds,
-                    "rows": spec.max_rows,
-                    "characters": spec.output_characters,
-                    "disk_bytes": spec.disk_mb * 2**20,
-                }
-            )
+            _begun(child, spec.name)
+            return child.call(request)
         except Ended as error:
             raise ToolError(f"the query {error}; ask for less") from None
         finally:
@@ -128,8 +133,23 @@ class Sql:
             await asyncio.to_thread(self._stack.close)
 
 
+def _begun(child: Child, name: str) -> None:
+    """Start it where it does not run. Raises Recoverable where it does not start, which no query is to blame for."""
+    try:
+        child.start()
+    except Ended as error:
+        raise Recoverable(f"tool {name}: the process that queries did not start: it {error}") from None
+
+
+def _imported(ask: Callable[[Any], Any]) -> None:
+    """Have a new process import what it needs, before a call's time begins."""
+    ask({})
+
+
 def handle(request: Mapping[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
     """In a process of its own: the rows of a query as text, or what is wrong with it."""
+    if not request:
+        return {}
     deadline = time.monotonic() + request["seconds"]
     try:
         opened = _writable if request["writes"] else read_only_database

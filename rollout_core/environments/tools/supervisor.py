@@ -409,8 +409,8 @@ class Supervisor:
             work.close()
         kept.end()
         changes, contents = self.folder.changes(head["most_files"], head["most_bytes"])
-        told = {"ended": ended, "code": code, "head": len(kept.head), "tail": len(kept.tail), "cut": kept.num_cut}
-        return told | changes, kept.head + kept.tail + contents
+        outcome = {"ended": ended, "code": code, "head": len(kept.head), "tail": len(kept.tail), "cut": kept.num_cut}
+        return outcome | changes, kept.head + kept.tail + contents
 
     def _python(self, head, kept):
         if self.python is None:

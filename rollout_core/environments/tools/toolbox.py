@@ -73,6 +73,15 @@ class ToolResources:
             self._sandboxes[spec.sandbox] = sandbox_of(spec)
         return self._sandboxes[spec.sandbox]
 
+    def prepare(self) -> None:
+        """Do now what the first calls would wait for: make indexes, try the sandboxes' walls. Raises ConfigError where
+        something is missing, and Recoverable."""
+        for index in self._indexes.values():
+            index.path()
+        for spec in self.tools:
+            if isinstance(spec, SandboxedTool):
+                self._sandbox(spec).run(Program(source="pass"))
+
     def close(self) -> None:
         """End what is held. Episodes' tools are closed before."""
         for sandbox in self._sandboxes.values():
@@ -110,11 +119,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is told of each tool, as a chat API takes it."""
+        """The description of each tool, as a chat API takes it."""
         return [dict(tool.schema) for tool in self._tools.values()]
 
     async def call(self, name: str, arguments: Any) -> ToolResult:
-        """What the model is told of a call. ``arguments``: those that it gave, parsed from JSON.
+        """The result of a call, for the model. ``arguments``: those that it gave, parsed from JSON.
 
         What the model did wrong, or what came of it, is a result that says so. Raises ConfigError and Recoverable for
         what the configuration or the machine did.
@@ -132,8 +141,6 @@ class Toolbox:
         except ToolError as error:
             output = Output(f"error: {error}")
         text, is_truncated = shortened(output, most)
-        # Lone surrogates can be neither stored nor tokenized.
-        text = text.encode("utf-8", "replace").decode()
         return ToolResult(text, is_error, time.monotonic() - begun, is_truncated)
 
     async def close(self) -> None:
