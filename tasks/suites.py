@@ -164,7 +164,7 @@ def import_inspect(suite: InspectSuite, *, label: str = "") -> InspectTasks:
     return found
 
 
-@stage(version=1, optional=("max_model_len",), concurrency="engine", time="generating")
+@stage(version=2, optional=("max_model_len",), concurrency="engine", time="generating")
 def evaluate_inspect(
     suite: InspectSuite,
     tasks: InspectTasks,
@@ -177,7 +177,9 @@ def evaluate_inspect(
     """Run tasks of inspect_ai, whose questions ``model`` answers through the store, and file what they come to."""
     folder = connections.working_folder()
     asked = {"model": model, "backend": backend, "limit": max_model_len, "account_of": account_of}
-    report = generate_on_demand(inspect_tasks.evaluate, suite, tasks, folder, **asked)
+    num_questions = tasks.num_questions * (suite.epochs or 1)
+    bar = {"at_least": num_questions, "counted": f"{num_questions:,} questions"}
+    report = generate_on_demand(inspect_tasks.evaluate, suite, tasks, folder, **bar, **asked)
     _show(report, label)
     return report
 
@@ -231,11 +233,21 @@ def report_episodes(
 
 def _show(report: SuiteReport, label: str) -> None:
     if report.num_failed:
-        named = ", ".join(report.failed[:NAMED_QUESTIONS])
-        more = f" and {len(report.failed) - NAMED_QUESTIONS} more" if len(report.failed) > NAMED_QUESTIONS else ""
-        text = "%d answers of suite %s could not be had, to questions %s%s"
-        stage_logger().warning(text, report.num_failed, report.suite, named, more)
-    rows = [metric.model_dump() for metric in report.metrics]
+        text = "%d answers of suite %s could not be had, to questions %s"
+        stage_logger().warning(text, report.num_failed, report.suite, _named(report.failed))
+    without = report.num_abstained + report.num_score_failed
+    if report.unscored:
+        text = "%d answers of suite %s have no score, to questions %s"
+        stage_logger().warning(text, without, report.suite, _named(report.unscored))
+        if report.num_score_failed:
+            text = "%d of them have texts that are no numbers, which the tasks' own metrics count as 0"
+            stage_logger().warning(text, report.num_score_failed)
+    rows = [{**metric.model_dump(), "without_score": without, "failed": report.num_failed} for metric in report.metrics]
     for row in rows:
         stage_logger().info("%s of model %s: %s %.4f", report.suite, report.model.short, row["name"], row["value"])
     artifacts.table("suite", rows, f"Suite {label}".strip())
+
+
+def _named(questions: Sequence[str]) -> str:
+    more = f" and {len(questions) - NAMED_QUESTIONS} more" if len(questions) > NAMED_QUESTIONS else ""
+    return ", ".join(questions[:NAMED_QUESTIONS]) + more

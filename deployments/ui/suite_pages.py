@@ -21,6 +21,8 @@ PAGE = 50
 """Models on a page."""
 QUESTIONS = 20
 """Questions on a page of comparison."""
+NAMED = 5
+"""Questions without a score, of a model."""
 RECORDS_KEPT = 2_000
 """Of runs, whose evaluations are kept in memory, some KiB each."""
 QUESTIONS_KEPT = 40_000
@@ -91,6 +93,7 @@ class SuitePages:
             sides=sides,
             compared=compared,
             falling=falling,
+            lacking=_lacking([each.report for _, each in sides]),
             unpaired=_unpaired(compared, *(each.report for _, each in sides)),
             questions=[(flip, shown_prompt(flip.prompt)) for flip in chosen[offset : offset + QUESTIONS]],
             total=len(chosen),
@@ -122,6 +125,19 @@ class SuitePages:
                 self._known.clear()
             found = self._known[head.detail] = read_evaluations(records, head)
         return found
+
+
+def _lacking(reports: Sequence[SuiteReport]) -> Sequence[tuple[str, Sequence[int], Sequence[Sequence[str]]]]:
+    """Answers without a score and those that could not be had, of each report, with the first of their questions."""
+    found = [
+        (
+            "Without a score",
+            [report.num_abstained + report.num_score_failed for report in reports],
+            [report.unscored[:NAMED] for report in reports],
+        ),
+        ("Failed", [report.num_failed for report in reports], [report.failed[:NAMED] for report in reports]),
+    ]
+    return [row for row in found if any(row[1])]
 
 
 def _unpaired(

@@ -14,7 +14,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from importlib.metadata import version
@@ -23,9 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import yaml
 from inspect_ai import Task, eval as evaluate
-from inspect_ai._eval.loader import load_tasks
+from inspect_ai._eval.loader import load_tasks, resolve_task_sandbox
+from inspect_ai._eval.task.util import task_run_dir
 from inspect_ai._util.registry import registry_info, registry_params
+from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, EvalScore
 from inspect_ai.log._log import EvalSampleScore
 from inspect_ai.log._samples import sample_active
@@ -33,6 +37,7 @@ from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    ChatMessageBase,
     ChatMessageTool,
     ContentReasoning,
     ContentText,
@@ -47,7 +52,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.model._model import init_active_model, init_model_roles
 from inspect_ai.model._reasoning import parse_content_with_reasoning
-from inspect_ai.scorer import value_to_float
+from inspect_ai.scorer import INCORRECT, NOANSWER, value_to_float
 from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
 
 from rollout_core.base.errors import ConfigError, Fatal
@@ -63,6 +68,8 @@ STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_call
 END_SECONDS = 60.0
 """For sandboxes to be cleaned up where the evaluation ends early."""
 NO_ROOM = "context_length_exceeded"
+MEANS = ("accuracy", "mean")
+"""Metrics that are means of a score's values, so that these are compared by question."""
 SPREADS = frozenset({"stderr", "std", "var", "bootstrap_stderr"})
 """Metrics that say how far others scatter."""
 BODY: Mapping[str, str] = {
@@ -82,8 +89,15 @@ BODY: Mapping[str, str] = {
     "best_of": "best_of",
 }
 """Keys of ``GenerateConfig``, and those of a request's body. Others are for providers that have them, as everywhere."""
-ELSEWHERE = ("system_message", "response_schema", "max_tool_output", "extra_body")
+ELSEWHERE = ("system_message", "response_schema", "max_tool_output", "extra_body", "reasoning_history")
 """Further keys that count."""
+HARMLESS = frozenset(
+    {
+        *("max_retries", "timeout", "attempt_timeout", "stream_idle_timeout", "max_connections"),
+        *("adaptive_connections", "cache", "cache_prompt", "batch", "internal_tools", "fail_on_refusal"),
+    }
+)
+"""Keys by which nothing else is answered: how requests are sent, and what inspect_ai does with them."""
 
 
 def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
@@ -101,7 +115,7 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     before = set(sys.modules)
     try:
         tasks = load_tasks(given["tasks"], given["task_args"])
-        source = _source(tasks, sys.modules.keys() - before)
+        source = _source(tasks, sys.modules.keys() - before, given["sandbox"])
     except Exception as error:  # whatever a task's file, its code or its data set raise
         raise ConfigError(f"tasks cannot be loaded: {_line(error)}") from error
     named = [{"name": task.name, "num_samples": len(task.dataset)} for task in tasks]
@@ -109,17 +123,28 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     if not tasks:
         named_tasks = ", ".join(given["tasks"])
         raise ConfigError(f"no task was found in {named_tasks}; expected files with functions under @task, or names")
+    if given["digests"]:
+        return {"digests": _digests(tasks)}
     _check_arguments(tasks, given["task_args"])
+    for task in tasks:
+        if name := _without_effect(task.config):
+            raise ConfigError(
+                f"task {task.name} has {name!r} in its config, which has no effect on this model and would change its "
+                "answers; leave it out of the task, or give it to a model at an endpoint by body"
+            )
     _check_models(tasks, given["roles"])
+    for task in tasks:
+        if task.epochs_reducer == []:
+            raise ConfigError(
+                f"task {task.name} reduces its epochs by nothing, and figures are of questions; give Epochs a reducer, "
+                "such as 'mean'"
+            )
     if len({_name(task) for task in tasks}) < len(tasks):
         raise ConfigError(f"two tasks have one name, {', '.join(task.name for task in tasks)}; give them in two suites")
     if given["socket"] is None:
         return found
     if source != given["source"]:
-        raise ConfigError(
-            "the tasks' rows, settings or code differ from when this run began; start again. Rows that differ each "
-            "time they are loaded have to be drawn by a seed"
-        )
+        return {"digests": _digests(tasks)}
     logs = _evaluated(tasks, models, given)
     return found | {"logs": [_result(log, task) for log, task in zip(logs, tasks, strict=True)]}
 
@@ -142,6 +167,12 @@ def _check(given: dict[str, Any]) -> None:
         GenerateConfig(**given["generate_config"])
     except ValueError as error:
         raise ConfigError(f"generate_config: {_line(error)}") from error
+
+
+def _without_effect(config: GenerateConfig) -> str | None:
+    """A key that would change answers where it counted."""
+    given = config.model_dump(exclude_none=True)
+    return next((name for name in given if name not in BODY and name not in ELSEWHERE and name not in HARMLESS), None)
 
 
 def _name(task: Task) -> str:
@@ -205,8 +236,9 @@ def _evaluated(tasks: list[Task], models: Mapping[str | None, Model], given: dic
     return found
 
 
-def _source(tasks: list[Task], modules: Iterable[str]) -> str:
-    """A hash of what defines tasks: their arguments, rows and settings, and the code that was loaded for them."""
+def _source(tasks: list[Task], modules: Iterable[str], sandbox: str | None) -> str:
+    """A hash of what defines tasks: their arguments, rows and settings, the code that was loaded for them, and the
+    files of their sandboxes."""
     defined = []
     for task in tasks:
         settings = {name: getattr(task, name, None) for name in ("name", "version", "message_limit", "token_limit")}
@@ -219,15 +251,71 @@ def _source(tasks: list[Task], modules: Iterable[str]) -> str:
         is_installed = "site-packages" in Path(file).parts or Path(file).is_relative_to(LIBRARY)
         if not is_installed or name.partition(".")[0] in packages:
             code.add(file)
-    hashes = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in code if file.endswith(".py"))
+    files = {Path(file) for file in code if file.endswith(".py")}
+    files |= {file.resolve() for task in tasks for file in _sandbox_files(task, sandbox)}
+    hashes = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return hashlib.sha256(json.dumps([defined, hashes], sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _row(sample: Any) -> Any:
-    """Without ids of messages, which are new each time."""
+def _sandbox_files(task: Task, sandbox: str | None) -> Iterator[Path]:
+    """What says how the task's sandboxes are made: files for compose, and the Dockerfiles that they name."""
+    resolved = resolve_task_sandbox(task, sandbox)
+    configs = {sample.sandbox.config for sample in task.dataset if sample.sandbox and _is_text(sample.sandbox.config)}
+    configs |= {resolved.config} if resolved is not None and _is_text(resolved.config) else set()
+    for config in sorted(configs):
+        file = Path(task_run_dir(task), config)
+        if file.is_file():
+            yield file
+            if file.suffix in (".yaml", ".yml"):
+                yield from filter(Path.is_file, _dockerfiles(file))
+
+
+def _is_text(config: Any) -> bool:
+    return isinstance(config, str)
+
+
+def _dockerfiles(compose: Path) -> Iterator[Path]:
+    services = (yaml.safe_load(compose.read_bytes()) or {}).get("services") or {}
+    for service in services.values():
+        build = (service or {}).get("build")
+        if build is not None:
+            about = {"context": build} if isinstance(build, str) else build
+            yield compose.parent / about.get("context", ".") / about.get("dockerfile", "Dockerfile")
+
+
+def _row(sample: Sample) -> Any:
+    """Without ids of messages, which are new each time, and with sets in order."""
     given = sample.input
-    rest = sample.model_dump(mode="json", exclude={"input"}, exclude_none=True)
+    settled = sample.model_copy(update={"metadata": _settled(sample.metadata)})
+    rest = settled.model_dump(mode="json", exclude={"input"}, exclude_none=True)
     return [given if isinstance(given, str) else [_message(message) for message in given], rest]
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, ChatMessageBase):
+        return value.model_dump(mode="json", exclude={"id"}, exclude_none=True)
+    if isinstance(value, Mapping):
+        return {key: _settled(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_settled(each) for each in value), key=_canonical)
+    return [_settled(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _digests(tasks: list[Task]) -> dict[str, dict[str, str]]:
+    """Of each key of each sample, so that two loads can be compared."""
+    found = {}
+    for task in tasks:
+        for number, sample in enumerate(task.dataset, start=1):
+            asked, rest = _row(sample)
+            metadata = {f"metadata.{key}": value for key, value in rest.pop("metadata", {}).items()}
+            keys = {"input": asked, **rest, **metadata}
+            name = f"{task.name}/{number if sample.id is None else sample.id}"
+            found[name] = {key: hashlib.sha256(_canonical(value).encode()).hexdigest() for key, value in keys.items()}
+    return found
 
 
 def _line(error: BaseException) -> str:
@@ -268,6 +356,8 @@ class _Asked(ModelAPI):
     ) -> ModelOutput:
         """Raises RuntimeError with the reason where there is no answer."""
         active = sample_active()
+        if name := _without_effect(config):
+            raise RuntimeError(f"{name} has no effect on this model and would change its answers; leave it out")
         asker = ["", "", 0] if active is None else [active.task, str(active.sample.id), active.epoch]
         body = _body(input, tools, tool_choice, config)
         with _numbered({"role": self._role, "asker": asker, "body": body}) as request:
@@ -451,32 +541,117 @@ def _result(log: EvalLog, task: Task) -> dict[str, Any]:
     evaluated = {str(sample.id) for sample in log.samples or ()}
     ids = [str(number if sample.id is None else sample.id) for number, sample in enumerate(task.dataset, start=1)]
     values = {(found.scorer, found.reducer): found.samples for found in log.reductions or ()}
+    lacking: set[tuple[str, int]] = set()
+    unreadable: set[tuple[str, int]] = set()
+    scores = []
+    for score in log.results.scores:
+        given = dict(_given(log, score))
+        texts = {asked for asked, value in given.items() if isinstance(value, str) and not _is_readable(value)}
+        lacking |= {asked for asked, value in given.items() if value is None or _is_nan(value)}
+        if _counts_numbers(score):
+            unreadable |= texts
+        scores.append(
+            _score(
+                score,
+                values.get((score.scorer, score.reducer), ()),
+                without=set() if _counts_numbers(score) else {name for name, _ in texts},
+                scored={name for (name, _), value in given.items() if value is not None and not _is_nan(value)},
+                about={str(sample.id): sample.metadata for sample in log.samples or ()},
+            )
+        )
     return {
         "task": task.name,
         "questions": [name for name in ids if name in evaluated],
         "failed": sorted({str(sample.id) for sample in log.samples or () if sample.error is not None}),
-        "scores": [_score(score, values.get((score.scorer, score.reducer), ())) for score in log.results.scores],
+        "lacking": sorted(name for name, _ in lacking),
+        "unreadable": sorted(name for name, _ in unreadable - lacking),
+        "scores": scores,
     }
 
 
 _to_float = value_to_float()
 
 
-def _score(score: EvalScore, samples: Iterable[EvalSampleScore]) -> dict[str, Any]:
+def _given(log: EvalLog, score: EvalScore) -> Iterator[tuple[tuple[str, int], Any]]:
+    """What the scorer said of each answer, by sample and epoch; None where it said nothing."""
+    for sample in log.samples or ():
+        if sample.error is None:
+            found = (sample.scores or {}).get(score.scorer)
+            value = None if found is None else found.value
+            # Of a scorer that gives several, each has metrics of its own.
+            yield (str(sample.id), sample.epoch), value.get(score.name) if isinstance(value, Mapping) else value
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _is_readable(text: str) -> bool:
+    """Whether inspect_ai takes a score that is a text for a number; it counts 0 for others."""
+    if _to_float(text) or text in (INCORRECT, NOANSWER) or text.lower() in ("no", "false"):
+        return True
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _counts_numbers(score: EvalScore) -> bool:
+    """Whether its figures are of numbers, which inspect_ai made of texts; a frequency of texts is not."""
+    return any(name in MEANS and "to_float" not in metric.params for name, metric in score.metrics.items())
+
+
+def _score(
+    score: EvalScore,
+    samples: Iterable[EvalSampleScore],
+    *,
+    without: Collection[str],
+    scored: Collection[str],
+    about: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     values: dict[str, float] = {}
     for sample in samples:
         value = sample.value
-        if isinstance(value, Mapping):  # of a scorer that gives several, each with metrics of its own
+        if isinstance(value, Mapping):
             value = value.get(score.name)
         number = math.nan if value is None or isinstance(value, Mapping | list) else _to_float(value)
-        if math.isfinite(number):
+        if math.isfinite(number) and str(sample.sample_id) not in without:
             values[str(sample.sample_id)] = number
-    found = {name: metric.value for name, metric in score.metrics.items() if math.isfinite(metric.value)}
+    plain = {name: metric for name, metric in score.metrics.items() if metric.group is None}
+    found = {name: metric.value for name, metric in plain.items() if math.isfinite(metric.value)}
     return {
         "name": score.name if score.reducer in (None, "mean") else f"{score.name}@{score.reducer}",
         "scorer": score.scorer,
         "values": values,
         "metrics": {name: value for name, value in found.items() if name.rpartition("/")[2] not in SPREADS},
+        "means": [name for name in found if name in MEANS],
         "stderr": found.get("stderr", found.get("bootstrap_stderr")),
-        "scored": score.scored_samples,
+        "groups": _grouped(score, [about[name] for name in scored]),
+        "scored": len(scored),
     }
+
+
+def _grouped(score: EvalScore, scored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics that are of a part of the samples, or one of several figures of a metric: each under its own name, with
+    the standard error that is grouped alike. ``scored``: metadata of the samples that have a score."""
+    figures: dict[tuple[str, str], dict[str, Any]] = {}
+    errors: dict[tuple[str, str], float] = {}
+    for metric in score.metrics.values():
+        if metric.group is None or not math.isfinite(metric.value):
+            continue
+        inner = metric.params.get("metric")
+        of = str(inner["name"] if isinstance(inner, Mapping) else metric.group).rpartition("/")[2]
+        key, template = metric.params.get("group_key"), metric.params.get("name_template", "{group_name}")
+        groups = Counter(str(metadata.get(key)) for metadata in scored if key is not None)
+        counts = {template.format(group_name=name): (name, count) for name, count in groups.items()}
+        name, count = counts.get(metric.name, (metric.name, len(scored)))
+        within = f"{key}={name}" if metric.name in counts else name if key is None else f"{key}: {name}"
+        if of in SPREADS:
+            errors[within, of] = metric.value
+        else:
+            label = f"{of}[{within}]"
+            figures[within, of] = {"name": label, "value": metric.value, "count": count, "is_mean": of in MEANS}
+    for (within, _), figure in figures.items():
+        is_mean = figure.pop("is_mean")
+        figure["stderr"] = errors.get((within, "stderr"), errors.get((within, "bootstrap_stderr"))) if is_mean else None
+    return list(figures.values())

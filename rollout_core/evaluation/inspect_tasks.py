@@ -48,8 +48,6 @@ LIMITS = Limits(seconds=3600.0, processes=4096)
 SOCKET = "model"
 READ_BYTES, MOST_BYTES = 2**20, 2**28
 """Of a request, at once and in all."""
-MEANS = ("accuracy", "mean")
-"""Metrics that are means of a score's values, so that these are compared by question."""
 _ENDED = "the evaluation ends, for a question could not be answered: {}"
 
 
@@ -101,6 +99,7 @@ def _given(
         "scratch": str(scratch),
         "socket": None if socket is None else str(socket),
         "source": source,
+        "digests": False,
     }
 
 
@@ -152,6 +151,8 @@ async def evaluate(
                 await asyncio.shield(asyncio.wrap_future(call))
     if asked.error is not None:
         raise asked.error
+    if "digests" in found:
+        raise await asyncio.to_thread(_difference, suite, base, found["digests"])
     chat = asked.models[None]
     if chat.num_without_room:
         log.warning("%d questions left no room for an answer in the model's context", chat.num_without_room)
@@ -159,6 +160,23 @@ async def evaluate(
     usage = _usage([(engine.config, chat), *graders])
     about = objects, suite, tasks, engine.model.content_id
     return _report(*about, found["logs"], chat.answers, chat.num_without_room, usage), work
+
+
+def _difference(suite: InspectSuite, base: Path, loaded: Mapping[str, Mapping[str, str]]) -> ConfigError:
+    """Why tasks are not those that were found: what of their samples differs each time that they are loaded, or a
+    change. ``loaded`` are digests of samples' keys."""
+    with scratch_folder("inspect") as scratch, _child(suite, base) as child:
+        again = child.call({**_given(suite, base, scratch), "digests": True})["digests"]
+    for name, keys in loaded.items():
+        if name not in again:
+            return ConfigError(f"sample {name} has another id each time that its task is loaded; give it an id")
+        differing = [key for key, digest in keys.items() if again[name].get(key) != digest]
+        if differing:
+            return ConfigError(
+                f"sample {name} has another {differing[0]} each time that its task is loaded; draw that by a seed, or "
+                "leave it out"
+            )
+    return ConfigError("the tasks' rows, settings or code differ from when this run began; start again")
 
 
 def _usage(asked: Iterable[tuple[AnyBackend, KeptChat]]) -> dict[str, dict[str, Sequence[int]]]:
@@ -271,6 +289,8 @@ def _report(
     )
     shown = {answer.asker.row_id: place for place, answer in enumerate(order)}
     metrics: list[Metric] = []
+    groups: list[Metric] = []
+    """Of parts of the samples: they stand for no suite."""
     values: dict[str, list[float | None]] = {}
     right: dict[str, float] = {}
     for task_log in logs:
@@ -280,13 +300,20 @@ def _report(
                 right |= of_question
             for name, value in score["metrics"].items():
                 label = _label(logs, task_log, score, name)
-                is_mean = name in MEANS
-                metrics.append(_metric(label, value, score["stderr"] if is_mean else None, score))
+                is_mean = name in score["means"]
+                metrics.append(_metric(label, value, score["stderr"] if is_mean else None, score["scored"]))
                 if is_mean:
                     values[label] = [of_question.get(question) for question in ids]
+            for figure in score["groups"]:
+                label = _label(logs, task_log, score, figure["name"])
+                groups.append(_metric(label, figure["value"], figure["stderr"], figure["count"]))
+    metrics += groups
     if not metrics:
         raise ConfigError(f"suite {suite.name}: no metric of its tasks came to a number; give their scorers metrics")
-    failed = tuple(f"{task_log['task']}/{name}" for task_log in logs for name in task_log["failed"])
+    failed, lacking, unreadable = (
+        [f"{task_log['task']}/{name}" for task_log in logs for name in task_log[what]]
+        for what in ("failed", "lacking", "unreadable")
+    )
     filed = {
         "ids": ids,
         "values": {**values, RIGHT_SHARE: [right.get(name) for name in ids]},
@@ -307,10 +334,11 @@ def _report(
         num_samples=len(order),
         num_tokens=sum(answer.num_tokens for answer in order),
         num_truncated=sum(answer.completion.finish_reason == "length" for answer in order) + num_without_room,
-        num_abstained=0,
-        num_score_failed=0,
+        num_abstained=len(lacking),
+        num_score_failed=len(unreadable),
+        unscored=tuple(dict.fromkeys([*lacking, *unreadable])),
         num_failed=len(failed),
-        failed=failed,
+        failed=tuple(failed),
         metrics=tuple(metrics),
     )
 
@@ -328,12 +356,12 @@ def _label(logs: Sequence[Any], task_log: Mapping[str, Any], score: Mapping[str,
     return "/".join([*task, *scorer, *([score["name"]] if len(names) > 1 else []), metric])
 
 
-def _metric(label: str, value: float, error: float | None, score: Mapping[str, Any]) -> Metric:
+def _metric(label: str, value: float, error: float | None, num_questions: int) -> Metric:
     reach = Z * error if error else None
     return Metric(
         name=label,
         value=value,
         lower=None if reach is None else value - reach,
         upper=None if reach is None else value + reach,
-        num_questions=len(score["values"]),
+        num_questions=num_questions,
     )

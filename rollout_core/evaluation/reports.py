@@ -68,6 +68,9 @@ class SuiteReport(Record):
     """Answers that could not be had, and count as the suite's ``failed`` says."""
     failed: tuple[str, ...] = ()
     """Ids of their questions."""
+    unscored: tuple[str, ...] = ()
+    """Ids of the questions of answers without a score, where tasks of others say which; some may count as 0 in figures
+    of theirs."""
     conditions: ContentId | None = None
     """How answers are drawn and scored, without the prompts; None where rows have no ids of their own, by which a
     question could be found in other prompts."""

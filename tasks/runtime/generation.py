@@ -207,9 +207,12 @@ def generate_on_demand(
     backend: AnyBackend,
     mode: RolloutMode = "test",
     what: str = "Answers",
+    at_least: int = 0,
+    counted: str = "",
     **more: Any,
 ) -> T:
-    """What ``job`` comes to, which asks ``model`` for samples as it goes; ``what`` is counted in its progress."""
+    """What ``job`` comes to, which asks ``model`` for samples as it goes. Its progress is of ``what``, which are
+    ``at_least`` so many; ``counted`` says how many of something else."""
     run = Generation(model_for(model, backend), backend, None, mode=mode, deterministic=False)
     # Another stage that asks the same would have to wait for its samples anyway.
     lock = connections.lock_folder() / f"on-demand-{content_id('on-demand/1', [model, current_stage().name])}.lock"
@@ -217,7 +220,7 @@ def generate_on_demand(
     with alone, artifacts.ProgressBar("inference-progress", what) as bar:
 
         def note(progress: Progress) -> None:
-            bar.show(progress.done, progress.total)
+            bar.show(progress.done, max(progress.total, at_least), counted)
 
         found, work = run.complete(job, *inputs, note=note, **more)
     stage_logger().info("%d answers generated now, %d tokens", work.samples, work.tokens)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from uuid import uuid4
 
-from inspect_ai import Task, task
+from inspect_ai import Epochs, Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentImage, GenerateConfig, get_model
-from inspect_ai.scorer import Score, accuracy, choice, includes, mean, scorer, stderr
+from inspect_ai.scorer import Score, accuracy, choice, frequency, grouped, includes, mean, scorer, stderr
 from inspect_ai.solver import Generate, TaskState, generate, multiple_choice, solver, system_message, use_tools
 from inspect_ai.tool import tool
 
@@ -160,3 +161,64 @@ def stubborn():
 @task
 def going_on():
     return Task(dataset=ROWS[:2], solver=stubborn(), scorer=includes())
+
+
+@scorer(metrics=[accuracy(), stderr(), grouped(accuracy(), "subject"), grouped(stderr(), "subject")])
+def partly(without: bool = True):
+    """Nothing, a text, no number, and what counts."""
+
+    async def score(state, target):
+        odd = {"q2": None, "q3": Score(value="refused"), "q4": Score(value=float("nan"))} if without else {}
+        return odd.get(state.sample_id, Score(value="C" if state.sample_id != "q7" else "I"))
+
+    return score
+
+
+@task
+def graded_partly(without: bool = True):
+    rows = [row.model_copy(update={"metadata": {"subject": "ab"[n % 2]}}) for n, row in enumerate(ROWS)]
+    return Task(dataset=rows, solver=generate(), scorer=partly(without))
+
+
+@scorer(metrics=[frequency()])
+def named():
+    async def score(state, target):
+        return Score(value="refused" if state.sample_id == "q3" else "answered")
+
+    return score
+
+
+@task
+def categories():
+    return Task(dataset=ROWS[:4], solver=generate(), scorer=named())
+
+
+@task
+def unreduced():
+    return Task(dataset=ROWS[:1], solver=generate(), scorer=includes(), epochs=Epochs(2, []))
+
+
+@task
+def thoughtful():
+    return Task(dataset=ROWS[:1], scorer=includes(), config=GenerateConfig(reasoning_effort="low", timeout=60))
+
+
+@task
+def thoughtful_later():
+    return Task(dataset=ROWS[:1], solver=generate(reasoning_effort="low"), scorer=includes())
+
+
+@task
+def with_sets():
+    metadata = {"words": {f"word {n}" for n in range(50)}, "turns": [ChatMessageUser(content="2")]}
+    return Task(dataset=[ROWS[0].model_copy(update={"metadata": metadata})], scorer=includes())
+
+
+@task
+def random():
+    return Task(dataset=[ROWS[0].model_copy(update={"metadata": {"drawn": str(uuid4())}})], scorer=includes())
+
+
+@task
+def boxed():
+    return Task(dataset=ROWS[:1], solver=generate(), scorer=includes(), sandbox="docker")

@@ -165,6 +165,37 @@ def test_a_grader_is_a_model_at_an_endpoint_and_is_not_asked_twice(run: Any, obj
         assert worse.headline.value == 0.0 and len(server.asked) == 8
 
 
+def test_answers_without_a_score_are_counted_and_named(run: Any, objects: ObjectStore):
+    report, _ = run(suite_of("graded_partly", epochs=2))
+    assert (report.num_abstained, report.num_score_failed, report.num_failed) == (4, 2, 0)
+    assert report.unscored == ("graded_partly/q2", "graded_partly/q4", "graded_partly/q3")
+    assert report.num_asked("accuracy") == 6 and report.headline.num_questions == 4
+    assert report.headline.value == 0.5, "of q3, q5, q6 and q7: inspect_ai counts a text that is no number as 0"
+    assert objects.get_json(report.questions)["values"]["accuracy"] == [None, 0, None, 1, 1, 0]
+
+
+def test_figures_of_groups_are_named_and_have_the_errors_of_their_groups(run: Any):
+    report, _ = run(suite_of("graded_partly", task_args={"without": False}))
+    assert report.headline.name == "accuracy" and report.unscored == ()
+    found = {metric.name: (metric.value, metric.num_questions) for metric in report.metrics}
+    assert found == {
+        "accuracy": (pytest.approx(5 / 6), 6),
+        "accuracy[subject=a]": (1, 3),
+        "accuracy[subject=b]": (pytest.approx(2 / 3), 3),
+        "accuracy[subject: all]": (pytest.approx(5 / 6), 6),
+    }
+    reach = {metric.name: metric.upper and metric.upper - metric.value for metric in report.metrics}
+    assert reach["accuracy"] == reach["accuracy[subject: all]"] == pytest.approx(Z * (5 / 36 / 5) ** 0.5)
+    assert reach["accuracy[subject=a]"] is None and reach["accuracy[subject=b]"] == pytest.approx(Z / 3)
+
+
+def test_categories_are_no_numbers(run: Any, objects: ObjectStore):
+    report, _ = run(suite_of("categories"))
+    found = {metric.name: (metric.value, metric.num_questions) for metric in report.metrics}
+    assert found == {"frequency[answered]": (0.75, 4), "frequency[refused]": (0.25, 4)}
+    assert report.unscored == () and objects.get_json(report.questions)["values"]["accuracy"] == [None] * 4
+
+
 def test_two_models_are_compared_question_by_question(run: Any, objects: ObjectStore, other_tiny_model: Path):
     first, _ = run(suite_of("sums"))
     second, _ = run(suite_of("sums"), text="7 ")
@@ -203,6 +234,7 @@ def test_a_prompt_without_room_ends_its_sample(run: Any, objects: ObjectStore):
     ("task", "message"),
     [
         ("seen", "content of type image; this model takes texts"),
+        ("thoughtful_later", "reasoning_effort has no effect on this model and would change its answers"),
         ("forced", "tool_choice: only 'none' and 'auto' are supported"),
     ],
 )
@@ -269,6 +301,32 @@ def test_tasks_that_change_under_way_are_refused(run: Any, folder: Path, monkeyp
         run(suite)
 
 
+def test_sets_and_messages_in_metadata_are_the_same_each_time(run: Any):
+    report, _ = run(suite_of("with_sets"))
+    assert report.num_samples == 1
+
+
+def test_what_differs_each_time_is_named(run: Any):
+    message = "sample random/q2 has another metadata.drawn each time that its task is loaded; draw that by a seed"
+    with pytest.raises(ConfigError, match=message):
+        run(suite_of("random"))
+
+
+def test_files_of_sandboxes_are_part_of_a_task(folder: Path):
+    def source() -> str:
+        return find_tasks(suite_of("boxed"), folder).source
+
+    (folder / "compose.yaml").write_text("services:\n  default:\n    build: {context: box}\n")
+    (folder / "box").mkdir()
+    (folder / "box" / "Dockerfile").write_text("FROM one\n")
+    first = source()
+    assert source() == first
+    (folder / "box" / "Dockerfile").write_text("FROM two\n")
+    second = source()
+    (folder / "compose.yaml").write_text("services:\n  default:\n    build: box\n    init: true\n")
+    assert len({first, second, source()}) == 3
+
+
 def test_code_that_a_task_imports_is_part_of_it_and_the_place_of_files_is_not(folder: Path, tmp_path: Path):
     def source(helper: str, where: Path) -> str:
         where.mkdir(exist_ok=True)
@@ -305,6 +363,8 @@ def test_code_that_a_task_imports_is_part_of_it_and_the_place_of_files_is_not(fo
         ),
         ({"tasks": ["tasks.py@own"]}, "task own names its model, mockllm/model; leave that out of it"),
         ({"tasks": ["tasks.py@roled"]}, "task roled names a model for role 'critic'; give it by model_roles.critic"),
+        ({"tasks": ["tasks.py@thoughtful"]}, "task thoughtful has 'reasoning_effort' in its config, which has no eff"),
+        ({"tasks": ["tasks.py@unreduced"]}, "task unreduced reduces its epochs by nothing, .*; give Epochs a reducer"),
         ({"python": "/no/python"}, "python = '/no/python' is no interpreter; expected the path of one that has insp"),
     ],
 )

@@ -400,6 +400,22 @@ def test_no_more_questions_are_kept_than_there_is_room_for(
     assert [client.get(page).status_code for page in reversed(pages)] == [200, 404]
 
 
+def test_answers_without_a_score_are_counted_and_named(client: TestClient, filled: ObjectStore) -> None:
+    compare = f"/suites/compare?model={ONE}&model={OTHER}"
+    assert "Without a score" not in client.get(compare).text
+    records = RunRecords(filled)
+    head, detail = records.detail(records.find(SECOND))
+    lacks = {"num_abstained": 1, "num_score_failed": 1, "unscored": ["q<1>"]}
+    calls = [
+        each.model_copy(update={"result": {**each.result, **lacks}}) if each.kind == "SuiteReport" else each
+        for each in detail.calls
+    ]
+    records.write(head, detail.model_copy(update={"calls": tuple(calls)}))
+    page = client.get(compare).text
+    assert page.count("<td>2 <small>q&lt;1&gt;</small></td>") == 2 and "<th>Without a score</th>" in page
+    assert "<th>Failed</th>" not in page
+
+
 def test_a_figure_that_is_no_mean_over_questions_is_shown_without_a_gain(
     client: TestClient, filled: ObjectStore
 ) -> None:
