@@ -187,7 +187,7 @@ def _interruption_behind(error: BaseException) -> BaseException:
     """
     behind: BaseException | None = error
     seen: set[int] = set()
-    # An error that several were told of, each of which raised it, may be a cause of its own cause.
+    # An error that is raised in several places may be a cause of its own cause.
     while behind is not None and id(behind) not in seen:
         if isinstance(behind, (TerminationSignal, KeyboardInterrupt)):
             return behind

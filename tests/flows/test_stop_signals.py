@@ -158,3 +158,13 @@ def test_a_signal_that_arrives_as_an_error_of_other_code_is_a_stop_all_the_same(
     output, _ = run.communicate(timeout=120)
     assert run.returncode == -signal.SIGTERM, output
     assert "Traceback" not in output, output
+
+
+def test_an_error_whose_causes_go_in_a_circle_has_an_end():
+    from tasks.runtime.flow_run import _interruption_behind
+
+    first, second, interruption = ValueError(), KeyError(), KeyboardInterrupt()
+    first.__cause__, second.__context__ = second, first
+    assert _interruption_behind(first) is first
+    second.__context__ = interruption
+    assert _interruption_behind(first) is interruption

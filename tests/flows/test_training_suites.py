@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollout_core.runs.evaluations import evaluated_models, find_evaluated
 from rollout_core.runs.figures import REWARD, curves_of
 from rollout_core.runs.run_records import RunDetail, RunHead, RunRecords
 from rollout_core.runs.run_samples import own_evaluations, sample_sets
+from tests.evaluation import inspected
 from tests.evaluation.lm_eval_tasks import write_tasks
 from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for
 
@@ -185,6 +187,46 @@ def test_tasks_of_lm_eval_are_read_once_and_asked_at_every_moment(
     page = (Path(result["report"]) / "index.html").read_text()
     line = "suite theirs: chosen/acc_norm "
     assert f"<li>guard passed: {line}" in page and "<td>theirs</td><td>told/perplexity</td>" in page
+
+    # `rollout eval run` asks the same.
+    asked = finished_samples()
+    document = {"model": {"uri": result["model"]}, "backend": {"kind": "transformers"}, "suites": [tasks]}
+    found = evaluate_suites(EvalConfig.model_validate(document))["reports"][0]
+    assert SuiteReport.model_validate(found) == reports["suite theirs, after PPO"] and finished_samples() == asked
+
+
+def test_tasks_of_inspect_ai_are_found_once_and_asked_at_every_moment(
+    prefect_server: str, with_suites: dict[str, Any], chat_base: Path, tmp_path: Path
+):
+    """Their figures guard the promotion and are in the report, as those of any suite."""
+    from flows.evaluate import evaluate_suites
+    from flows.nightly import nightly
+
+    shutil.copy(str(inspected.__file__), tmp_path / "asked.py")
+    tasks = {
+        "kind": "inspect",
+        "name": "theirs",
+        "tasks": [f"{tmp_path}/asked.py@sums"],
+        "limit": 3,
+        "generate_config": {"max_tokens": 8},
+    }
+    with_suites["model"]["uri"] = str(chat_base)
+    with_suites["ppo"]["iterations"] = 2
+    with_suites["evaluation"]["suites"] = [{"suite": tasks, "every": 1}]
+    with_suites["promotion"] = {"guards": [{"kind": "suite", "name": "theirs", "max_drop": 1.0}]}
+    result = nightly(parse_config(with_suites, NightlyConfig))
+    _, detail = last_run()
+    reports = {call.label: SuiteReport.model_validate(of) for call, of in detail.results("SuiteReport")}
+    moments = [*MOMENTS[:3], "after PPO"]
+    assert list(reports) == [f"suite theirs, {moment}" for moment in moments]
+    imports = [call for call in detail.calls if call.stage == "import_inspect"]
+    assert [call.label for call in imports] == ["suite theirs, questions"]
+    assert {(each.headline.name, each.num_questions, each.num_samples) for each in reports.values()} == {
+        ("accuracy", 3, 6)
+    }
+    assert curves_of(objects(), *last_run())["suite theirs: accuracy"].labels == moments
+    page = (Path(result["report"]) / "index.html").read_text()
+    assert "<li>guard passed: suite theirs: accuracy " in page and "<td>theirs</td><td>accuracy</td>" in page
 
     # `rollout eval run` asks the same.
     asked = finished_samples()
