@@ -26,6 +26,7 @@ from rollout_core.inference.kept_chat import LONGEST_ANSWER
 from rollout_core.inference.spending import Account
 from rollout_core.runs.evaluations import evaluated_models
 from rollout_core.runs.run_records import RunRecords
+from tasks.runtime import artifacts
 from tests.evaluation import inspected
 from tests.flows.conftest import finished_samples, objects, wait_for
 from tests.flows.test_evaluate import ROLLOUT, evaluate, last_states
@@ -46,8 +47,21 @@ def suite(**changes: Any) -> dict[str, Any]:
     return {**given, **changes}
 
 
-def test_a_model_answers_once_and_its_answers_are_those_of_a_chat(folder: Path, chat_base: Path):
-    [report] = evaluate(chat_base, suite())
+def test_a_model_answers_once_and_its_answers_are_those_of_a_chat(
+    folder: Path, chat_base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shown: list[tuple[Any, ...]] = []
+    show = artifacts.ProgressBar.show
+
+    def note(bar: Any, *given: Any) -> None:
+        shown.append(given)
+        show(bar, *given)
+
+    monkeypatch.setattr(artifacts.ProgressBar, "show", note)
+    [report] = evaluate(chat_base, suite(max_connections=1))
+    # One is asked at a time, and how many there are is known from the first.
+    assert [(done, total) for done, total, _ in shown[:6]] == [(done, 6) for done in range(1, 7)]
+    assert {figures for _, _, figures in shown} == {"6 questions"}
     assert (report.num_questions, report.num_samples, finished_samples()) == (6, 12, 12)
     samples = decode_samples(objects().get_bytes(report.samples))
     rows = decode_completions_blob(objects().get_bytes(report.completions))
