@@ -1,10 +1,12 @@
-"""The packages installed with ``rollout_core``, distinguished from others of the same names.
+"""The packages installed with ``rollout_core``, distinguished from others of the same names; and what is installed,
+distinguished from a user's own.
 
 ``tasks`` and ``flows`` are names that users' projects have too; Python imports whichever comes first on its path.
 """
 
 from __future__ import annotations
 
+import sysconfig
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,15 @@ from rollout_core.base.errors import ConfigError
 
 ROOT = Path(__file__).absolute().parents[2]
 """Not resolved: installed files may be links, each to a place of its own."""
+_STANDARD_LIBRARY = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
+
+
+def is_installed(place: Path) -> bool:
+    """Whether a folder or file is of Python's installation, or of a package that is installed there. A project may
+    lie under the interpreter's prefix, as in many containers, and is not installed for that."""
+    if {"site-packages", "dist-packages"} & set(place.parts):
+        return True
+    return any(place.is_relative_to(folder) for folder in _STANDARD_LIBRARY)
 
 
 def require_own(*names: str) -> None:

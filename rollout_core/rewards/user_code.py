@@ -16,7 +16,6 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 
 import rollout_core
 from rollout_core.base.errors import ConfigError, in_words, near
+from rollout_core.base.own_packages import is_installed
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,6 @@ def _bytes_of(path: Path) -> bytes | None:
 PROJECT = Path(rollout_core.__file__).resolve().parents[1]
 OWN_PACKAGES = ("rollout_core", "blocks", "tasks", "flows", "deployments")
 """Packages of this project, which are no user's wherever they are installed from."""
-_STANDARD_LIBRARY = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
-
-
-def is_installed(place: Path) -> bool:
-    """Whether a folder or file is of Python's installation, or of a package that is installed there. A project may
-    lie under the interpreter's prefix, as in many containers, and is not installed for that."""
-    if {"site-packages", "dist-packages"} & set(place.parts):
-        return True
-    return any(place.is_relative_to(folder) for folder in _STANDARD_LIBRARY)
 
 
 def is_users(file: Path, folders: Iterable[str]) -> bool:
