@@ -17,7 +17,7 @@ from rollout_core.evaluation.reports import SuiteReport
 from rollout_core.objects.records import Checkpoint, Divergence, EvalReport, Scores
 from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.guards import GuardReports, subject_of
-from rollout_core.rewards.source_ids import source_id
+from rollout_core.rewards.source_ids import plugin_parts, record_code, source_id, source_of
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
 from tasks.runtime import connections
@@ -35,9 +35,14 @@ class Judge:
 
 
 def judge_of(reward: RewardSpec) -> Judge:
-    """The reward with its models filed, and the id of its code as it is now."""
+    """The reward with its models filed, and the id of its code as it is now. Plugins are filed, so that whichever
+    machine scores has them."""
     filed = import_reward(reward)
-    return Judge(filed, source_id(filed, base=connections.working_folder()))
+    source = source_id(filed, base=connections.working_folder())
+    if plugin_parts(filed) and current_dry_run() is None:
+        objects = connections.objects()
+        record_code(objects, filed, source_of(filed, connections.working_folder(), source))
+    return Judge(filed, source)
 
 
 def evaluate_held_out(

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from deployments.cli import app
 from rollout_core.config import CONFIG_KINDS, InspectSuite, LmEvalSuite, Suite, load_config
 from rollout_core.config.cloud import parse_cloud
+from rollout_core.plugins.manifest import Manifest
 from tests.conftest import PROJECT
 
 RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*.md"))
@@ -177,6 +178,11 @@ def unknown_keys(document: Any, models: set[type[BaseModel]], path: str = "") ->
 def test_every_key_of_a_shown_configuration_exists(page: Path):
     for block in fenced(page, "toml"):
         document = tomllib.loads(block)
+        if "trait_id" in document:
+            entry = {name.replace("-", "_"): table for name, table in document.get("entry", {}).items()}
+            wrong = unknown_keys({**document, "entry": entry}, {Manifest})
+            assert not wrong, f"{block}\nno manifest has {', '.join(wrong)}"
+            continue
         if parse_cloud(document, page.name) is not None:  # it stands beside a run's own tables
             continue
         wrong = min(

@@ -176,6 +176,22 @@ _STORAGE_DU = (
     "Print what uses how much: of all that each purpose needs, and of what it alone needs.",
 )
 
+plugins_app = typer.Typer(no_args_is_help=True, help="Find, check, test and begin plugins.")
+add_commands(
+    plugins_app,
+    {
+        "list": ("flows.cli.plugins:plugins_list", "Print the plugins that are found here, and where each is."),
+        "show": ("flows.cli.plugins:plugins_show", "Print what a plugin's manifest says."),
+        "check": (
+            "flows.cli.plugins:plugins_check",
+            "Check a plugin's manifest and files, start it, and end it.",
+        ),
+        "test": ("flows.cli.plugins:plugins_test", "Put a plugin's own test cases to it."),
+        "new": ("flows.cli.plugins:plugins_new", "Write a first plugin, with test cases that pass."),
+    },
+)
+app.add_typer(plugins_app, name="plugins")
+
 snapshot_app = typer.Typer(
     no_args_is_help=True, help="List, save, restore and prune snapshots, such as training states."
 )

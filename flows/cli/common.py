@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
+from rollout_core.base.processes import in_environment
+from rollout_core.base.settings import PLUGINS, plugin_paths
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -31,6 +34,10 @@ ModelAddress = Annotated[
     str | None, typer.Option("--model", help="Folder, hub id or content id of the model, instead of the file's.")
 ]
 DataPath = Annotated[str | None, typer.Option("--data", help="File of the rows, in any form, instead of the file's.")]
+PluginPaths = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="Folder of a plugin, or of several, taken before those of other places. Repeatable."),
+]
 RewardCallable = Annotated[
     str | None, typer.Option("--reward", help="path/to/file.py:function of the reward, instead of the file's.")
 ]
@@ -47,6 +54,14 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         sys.stderr.writelines(f"rollout: {line}\n" for line in str(error).splitlines())
         bad_input = isinstance(error, ConfigError | NotFound)
         raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
+
+
+@contextmanager
+def plugins_at(paths: list[str] | None) -> Iterator[None]:
+    """Inside the block plugins are looked for in ``paths`` before other folders, also by processes that are started."""
+    given = [str(Path(path).absolute()) for path in paths or ()]
+    with in_environment({PLUGINS: os.pathsep.join([*given, *plugin_paths()])}):
+        yield
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:

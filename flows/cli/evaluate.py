@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from flows.cli.common import Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
+from flows.cli.common import (
+    Debug,
+    DryRun,
+    Overrides,
+    PluginPaths,
+    one_line_errors,
+    parse_overrides,
+    plugins_at,
+    print_plan,
+)
 from flows.cli.promotion import ServedResource, served_id
 from flows.cli.results import add_row, as_json_text, print_table, shortened, visible
 from flows.cli.starting import load_tables, look_ahead, run_flow
@@ -79,10 +88,11 @@ def eval_run(
     ] = False,
     resource: ServedResource = "policy",
     set_: Overrides = None,
+    plugin: PluginPaths = None,
     debug: Debug = False,
 ) -> None:
     """Ask a model the questions of suites and print what its answers come to, with intervals."""
-    with one_line_errors(debug):
+    with one_line_errors(debug), plugins_at(plugin):
         if dry_run:
             look_ahead()
         given = {"--served-model": served_model, "--revision": revision, "--api": api, "--backend": backend}

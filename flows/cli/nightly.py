@@ -15,9 +15,11 @@ from flows.cli.common import (
     Debug,
     DryRun,
     Overrides,
+    PluginPaths,
     Processes,
     one_line_errors,
     parse_overrides,
+    plugins_at,
     print_plan,
 )
 from flows.cli.starting import load_run, look_ahead, run_flow
@@ -30,10 +32,11 @@ def nightly(
     nproc: Processes = None,
     dry_run: DryRun = False,
     set_: Overrides = None,
+    plugin: PluginPaths = None,
     debug: Debug = False,
 ) -> None:
     """Fine-tune, PPO, evaluate, promote, report."""
-    with one_line_errors(debug):
+    with one_line_errors(debug), plugins_at(plugin):
         if dry_run:
             look_ahead()
         parsed = load_run(config, NightlyConfig, parse_overrides(set_))

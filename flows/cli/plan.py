@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from flows.cli.common import AsJson, ConfigPath, Debug, Overrides, one_line_errors, parse_overrides, print_facts
+from flows.cli.common import (
+    AsJson,
+    ConfigPath,
+    Debug,
+    Overrides,
+    PluginPaths,
+    one_line_errors,
+    parse_overrides,
+    plugins_at,
+    print_facts,
+)
 from flows.cli.results import duration, print_table
 from flows.cli.starting import load_run
 from rollout_core.base.errors import ConfigError
@@ -35,6 +45,7 @@ def plan(
         str | None, typer.Option("--kind", help="Kind of the run, such as train-sft, where the file fits several.")
     ] = None,
     set_: Overrides = None,
+    plugin: PluginPaths = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -43,7 +54,7 @@ def plan(
     It makes the checks that the run makes at its beginning, then walks through the run's own code with every stage
     looked up instead of computed. Nothing is changed. Times are those of earlier runs.
     """
-    with one_line_errors(debug):
+    with one_line_errors(debug), plugins_at(plugin):
         overrides = parse_overrides(set_)
         if kind is None:
             kind = kind_of(apply_overrides(take_cloud(read_toml(config), str(config)), overrides), str(config))

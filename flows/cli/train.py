@@ -15,10 +15,12 @@ from flows.cli.common import (
     DryRun,
     ModelAddress,
     Overrides,
+    PluginPaths,
     Processes,
     RewardCallable,
     one_line_errors,
     parse_overrides,
+    plugins_at,
     print_plan,
 )
 from flows.cli.starting import load_run, load_tables, look_ahead, run_flow
@@ -47,9 +49,10 @@ def _command(kind: str, meaning: str) -> Callable[..., None]:
         nproc: Processes = None,
         dry_run: DryRun = False,
         set_: Overrides = None,
+        plugin: PluginPaths = None,
         debug: Debug = False,
     ) -> None:
-        with one_line_errors(debug):
+        with one_line_errors(debug), plugins_at(plugin):
             _train(kind, config, Given(model, data, None, resume, nproc), parse_overrides(set_), dry_run, debug)
 
     command.__doc__ = meaning
@@ -66,9 +69,10 @@ def _command_with_reward(kind: str, meaning: str) -> Callable[..., None]:
         nproc: Processes = None,
         dry_run: DryRun = False,
         set_: Overrides = None,
+        plugin: PluginPaths = None,
         debug: Debug = False,
     ) -> None:
-        with one_line_errors(debug):
+        with one_line_errors(debug), plugins_at(plugin):
             _train(kind, config, Given(model, data, reward, resume, nproc), parse_overrides(set_), dry_run, debug)
 
     command.__doc__ = meaning

@@ -12,6 +12,7 @@ may take to end after a stop signal (default 10), and ``ROLLOUT_LEASE_SECONDS`` 
 keeps others from its work (default 20). ``ROLLOUT_UPLOAD_PART_BYTES`` is the size of the parts in which large files go
 to a bucket (default 16 MiB), and ``ROLLOUT_MAX_BLOB_BYTES`` refuses to store larger ones there (default: no limit).
 ``ROLLOUT_UI_URL`` is where people reach the pages of `rollout ui`, for links to runs (default: none).
+``ROLLOUT_PLUGINS`` lists folders of plugins, separated as in ``PATH`` (default: none); ``--plugin`` puts its own first.
 They say where, never what: no setting enters a cache key.
 (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
 
@@ -73,6 +74,14 @@ def locations() -> Locations:
         events=os.environ.get("ROLLOUT_EVENTS", "").strip() or None,
         prefect_events=os.environ.get("ROLLOUT_PREFECT_EVENTS", "on").strip().lower() not in ("off", "0", "false"),
     )
+
+
+PLUGINS = "ROLLOUT_PLUGINS"
+
+
+def plugin_paths() -> list[str]:
+    """Folders in which plugins are looked for before all others."""
+    return [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
 
 
 def ui_address() -> str | None:

@@ -83,6 +83,7 @@ from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.suite_plan import Asked, check_answering, check_suite
 from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.source_ids import read_source
 from rollout_core.store.reachable import Connections
 
 if TYPE_CHECKING:
@@ -442,8 +443,13 @@ class LearnerPlan(Plan):
                 self.check(f"{what}.judges", lambda judge=judge: _try_judge(judge))
 
     def _load_reward(self, spec: RewardSpec) -> None:
-        loaded = load_reward(spec, base=self.base)
+        source = read_source(spec, self.base)
+        loaded = load_reward(spec, base=self.base, source=source)
         loaded.close()
+        self.facts |= {
+            f"plugin {plugin.name}": f"{plugin.manifest.version} in {plugin.folder}"
+            for plugin in source.plugins.values()
+        }
         self._forms |= loaded.forms
         self.facts |= {f"reward {name}": form.in_words for name, form in loaded.forms.items() if form.takes != "sample"}
 

@@ -63,7 +63,7 @@ class CallForm:
 def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> tuple[Any, CallForm]:
     """The function that ``code.callable`` names, and how it is called; inside `importable`. Raises ConfigError."""
     function = named_object(code)
-    return function, _form_of(function, code.callable, kwargs)
+    return function, form_of(function, code.callable, kwargs)
 
 
 def named_object(code: UserCode) -> Any:
@@ -77,8 +77,8 @@ def named_object(code: UserCode) -> Any:
     return value
 
 
-def _form_of(function: Any, name: str, kwargs: Mapping[str, Any]) -> CallForm:
-    """Raises ConfigError unless ``function`` can be called in one of the forms, and with ``kwargs``."""
+def form_of(function: Any, name: str, kwargs: Mapping[str, Any]) -> CallForm:
+    """How ``function`` is called. Raises ConfigError unless it can be in one of the forms, and with ``kwargs``."""
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(
             f"reward {name} is of type {type(function).__name__}; expected a function that returns a number"

@@ -38,8 +38,9 @@ def open_reward(
     the reward prints, ``on_warning`` that its file was changed. Raises ConfigError where the code is not to be had, and
     as `load_reward`.
     """
-    source = source_of(reward, base, reward_source)
-    changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
+    source = source_of(reward, base, reward_source, objects)
+    read = [*source.codes.values(), *source.plugins.values()]
+    changed = [path for code in read if (path := code.changed_file()) is not None]
     if changed:
         on_warning(
             f"{changed[0]} was changed or removed since this run began, and the run continues with the code it started "

@@ -23,6 +23,7 @@ from rollout_core.config.rewards import (
     ExpressionReward,
     FunctionReward,
     ModelReward,
+    PluginReward,
     RewardSpec,
     compile_expression,
     plain_rewards,
@@ -31,6 +32,7 @@ from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.rewards.answers import comparable, written
 from rollout_core.rewards.call_forms import CallForm, load_function
 from rollout_core.rewards.judges.kept_answers import AnswerLedger
+from rollout_core.rewards.plugin_rewards import PluginScores
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
     RewardFunction,
@@ -38,6 +40,7 @@ from rollout_core.rewards.scoring import (
     RewardPart,
     Score,
     as_called,
+    as_plain,
     from_json,
     judge,
     places,
@@ -93,6 +96,17 @@ def load_reward(
         files = {spec.database: source.files[spec.database]} if isinstance(spec, SqlReward) else {}
         verifier = VerifierProcesses(spec, base or Path(), files, lambda line: on_line(f"reward {spec.kind}: {line}"))
         return RewardFunction(spec.kind, verifier, batched=True, separable=True, close=verifier.close)
+    if isinstance(spec, PluginReward):
+        scores = PluginScores(spec, source.plugins[spec.address], on_line)
+        return RewardFunction(
+            spec.name,
+            scores,
+            batched=True,
+            separable=True,
+            close=scores.close,
+            forms={spec.name: CallForm()},
+            max_failed_share=spec.max_failed_share,
+        )
     code = source.codes[spec.callable]
     if spec.in_process or not IS_ISOLATED:
         return _in_process(code, spec)
@@ -222,11 +236,12 @@ def weighted_sum(weights: Sequence[float], values: Sequence[Score]) -> Score:
 
 
 def _summed(spec: CompositeReward, functions: Sequence[RewardFunction]) -> tuple[RewardPart, ...]:
-    """Parts by the names of their kinds, or of their functions; a name that was there before is numbered."""
+    """Parts by the names of their kinds, functions or plugins; a name that was there before is numbered."""
     parts: list[RewardPart] = []
     for part, function in zip(spec.parts, functions, strict=True):
         own = part.reward
         name = own.callable.rpartition(":")[2] if isinstance(own, FunctionReward) else own.kind
+        name = own.name if isinstance(own, PluginReward) else name
         same = sum(other.name.partition(" ")[0] == name for other in parts)
         parts.append(RewardPart(f"{name} {same + 1}" if same else name, part.weight, function))
     return tuple(parts)
@@ -284,7 +299,7 @@ class RewardProcess:
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[Score | Fatal]:
         """The reward of each input. Raises as `judge` does."""
-        rows = [[_plain(getattr(sample, name)) for name in INPUT_FIELDS] for sample in inputs]
+        rows = [[as_plain(sample, name) for name in INPUT_FIELDS] for sample in inputs]
         try:
             return list(map(from_json, self._child.call({"inputs": rows})))
         except Ended as error:
@@ -305,10 +320,3 @@ def _place(place: int | None, inputs: Sequence[RewardInput]) -> str:
     """Where it was, for a message; the process may have reported no valid position."""
     known = list(places(inputs))
     return known[place] if place is not None and 0 <= place < len(known) else whole_batch(inputs)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    return value if isinstance(value, str | int | list) or value is None else list(value)

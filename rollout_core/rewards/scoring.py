@@ -228,6 +228,14 @@ def _number(reward: RewardFunction, value: Any, place: str) -> Score | Fatal:
     return number
 
 
+def as_plain(sample: RewardInput, name: str) -> Any:
+    """A field of a sample as JSON has it."""
+    value = getattr(sample, name)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | int | list) or value is None else list(value)
+
+
 def as_called(function: Callable[..., Any], form: CallForm, kwargs: Mapping[str, Any], name: str) -> Callable[..., Any]:
     """A user's function as one of a sample, or of all, whatever form it has itself."""
     if form.takes != "columns":

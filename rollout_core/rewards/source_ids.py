@@ -19,13 +19,16 @@ from rollout_core.config.rewards import (
     ExactMatchReward,
     ExpressionReward,
     FunctionReward,
+    PluginReward,
     RewardSpec,
     plain_rewards,
 )
 from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.origins import SHOWN_FILES, Source, record_import
+from rollout_core.objects.origins import SHOWN_FILES, Source, code_behind, record_import
 from rollout_core.objects.trees import hash_file
+from rollout_core.plugins.discovery import find_plugin
+from rollout_core.plugins.identity import PluginCode
 from rollout_core.rewards.user_code import UserCode, read_code
 
 HELD_SOURCES = 32
@@ -42,14 +45,38 @@ class RewardSource:
     """Of its functions, by their names."""
     files: Mapping[str, ContentId] = field(default_factory=dict)
     """Content ids of the databases that it reads, by their paths."""
+    plugins: Mapping[str, PluginCode] = field(default_factory=dict)
+    """Of its plugins, by `PluginReward.address`."""
+
+    def is_of(self, spec: RewardSpec) -> bool:
+        """Whether it has the code of all functions and plugins of a reward."""
+        return not _lacking(spec, self.codes, self.plugins)
 
 
 def read_source(spec: RewardSpec, base: Path | None = None) -> RewardSource:
     """Read each file of a reward's code once. Runs none of it. Raises ConfigError if it cannot be found."""
     functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
     codes = {name: read_code(name, base) for name in dict.fromkeys(functions)}
+    plugins = {part.address: find_plugin(part.name, base or Path(), part.path) for part in plugin_parts(spec)}
+    return _source(spec, codes, plugins, base)
+
+
+def plugin_parts(spec: RewardSpec) -> list[PluginReward]:
+    """The plugins that a reward is made of."""
+    return [part for part in plain_rewards(spec) if isinstance(part, PluginReward)]
+
+
+def _source(
+    spec: RewardSpec, codes: Mapping[str, UserCode], plugins: Mapping[str, PluginCode], base: Path | None
+) -> RewardSource:
     files = _files_of(spec, base)
-    return RewardSource(_source_id(spec, codes, files), codes, files)
+    return RewardSource(_source_id(spec, codes, files, plugins), codes, files, plugins)
+
+
+def _lacking(spec: RewardSpec, codes: Mapping[str, UserCode], plugins: Mapping[str, PluginCode]) -> list[str]:
+    functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
+    wanted = [part.address for part in plugin_parts(spec)]
+    return [*(name for name in functions if name not in codes), *(name for name in wanted if name not in plugins)]
 
 
 def _files_of(spec: RewardSpec, base: Path | None) -> dict[str, ContentId]:
@@ -73,18 +100,27 @@ def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     return source.id
 
 
-def hold_source(spec: RewardSpec, codes: Mapping[str, UserCode], base: Path | None = None) -> ContentId:
+def hold_source(spec: RewardSpec, filed: Mapping[str, UserCode | PluginCode], base: Path | None = None) -> ContentId:
     """Have this process run such code for a reward, as it was filed, wherever its files are now; the reward's id.
 
-    Raises ConfigError where code of a function is not given.
+    Raises ConfigError where code of a function or plugin is not given.
     """
-    functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
-    if missing := [name for name in functions if name not in codes]:
+    codes = {name: code for name, code in filed.items() if isinstance(code, UserCode)}
+    plugins = {name: code for name, code in filed.items() if isinstance(code, PluginCode)}
+    if missing := _lacking(spec, codes, plugins):
         raise ConfigError(f"the code of reward {', '.join(missing)} is not filed; runs of earlier versions did not")
-    files = _files_of(spec, base)
-    source = RewardSource(_source_id(spec, codes, files), codes, files)
+    source = _source(spec, codes, plugins, base)
     _hold(source)
     return source.id
+
+
+def filed_codes(objects: ObjectStore, source: ContentId) -> dict[str, UserCode | PluginCode]:
+    """What was filed of the code of a reward, by the names of functions and the addresses of plugins."""
+    documents = {name: objects.get_json(blob) for name, blob in code_behind(objects, source).items()}
+    return {
+        name: (PluginCode if "plugin" in document else UserCode).from_document(document)
+        for name, document in documents.items()
+    }
 
 
 def _hold(source: RewardSource) -> None:
@@ -95,20 +131,25 @@ def _hold(source: RewardSource) -> None:
             del _held[next(iter(_held))]
 
 
-def source_of(spec: RewardSpec, base: Path | None, wanted: ContentId) -> RewardSource:
-    """The code that ``wanted`` is the id of: as this process read it when it took the id, else as it is now.
+def source_of(
+    spec: RewardSpec, base: Path | None, wanted: ContentId, objects: ObjectStore | None = None
+) -> RewardSource:
+    """The code that ``wanted`` is the id of: as this process read it when it took the id; of a reward with plugins as
+    it was filed in ``objects`` by who took it, so that no other machine needs the plugins; else as it is now.
 
     Raises ConfigError where that is other code.
     """
     with _held_lock:
         held = _held.get(wanted)
-    if held is not None and all(
-        part.callable in held.codes for part in plain_rewards(spec) if isinstance(part, FunctionReward)
-    ):
+    if held is not None and held.is_of(spec):
         return held
+    if objects is not None and plugin_parts(spec):
+        filed = filed_codes(objects, wanted)
+        if filed and hold_source(spec, filed, base) == wanted:
+            return source_of(spec, base, wanted)
     source = read_source(spec, base)
     if source.id != wanted:
-        names = ", ".join(source.codes) or spec.kind
+        names = ", ".join([*source.codes, *source.plugins]) or spec.kind
         raise ConfigError(
             f"the code of reward {names} is not what it was when the run began (id {source.id.short}, expected "
             f"{wanted.short}): it was edited since, or differs between machines. No score was stored; start the run "
@@ -121,7 +162,9 @@ def record_code(objects: ObjectStore, spec: RewardSpec, source: RewardSource) ->
     """File the code of a reward, and note where it was read. A reward without code of its own is noted by its kind."""
     for code in source.codes.values():
         file_code(objects, source.id, code, "reward")
-    if not source.codes:
+    for address, plugin in source.plugins.items():
+        _file_plugin(objects, source.id, address, plugin)
+    if not source.codes and not source.plugins:
         record_import(objects, source.id, Source(kind="reward", address=spec.kind, size_bytes=0, num_files=0))
 
 
@@ -144,12 +187,30 @@ def file_code(
     return filed
 
 
-def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode], files: Mapping[str, ContentId]) -> ContentId:
+def _file_plugin(objects: ObjectStore, content: ContentId, address: str, plugin: PluginCode) -> None:
+    found = Source(
+        kind="reward",
+        address=f"plugin {plugin.manifest.title}",
+        place=str(plugin.folder.resolve()),
+        size_bytes=sum(map(len, plugin.files.values())),
+        num_files=len(plugin.files),
+        files=tuple(sorted(plugin.files)[:SHOWN_FILES]),
+        code={address: objects.put_json(plugin.document())},
+    )
+    record_import(objects, content, found)
+
+
+def _source_id(
+    spec: RewardSpec,
+    codes: Mapping[str, UserCode],
+    files: Mapping[str, ContentId],
+    plugins: Mapping[str, PluginCode],
+) -> ContentId:
     if isinstance(spec, CompositeReward):
-        parts = [[part.weight, _source_id(part.reward, codes, files)] for part in spec.parts]
+        parts = [[part.weight, _source_id(part.reward, codes, files, plugins)] for part in spec.parts]
         return content_id("reward/1", {"kind": spec.kind, "parts": parts})
     if isinstance(spec, ExpressionReward):
-        rewards = {name: _source_id(reward, codes, files) for name, reward in spec.rewards.items()}
+        rewards = {name: _source_id(reward, codes, files, plugins) for name, reward in spec.rewards.items()}
         return content_id("reward/1", {"kind": spec.kind, "expression": spec.expression, "rewards": rewards})
     if isinstance(spec, ExactMatchReward):
         return content_id("reward/2", spec)  # the meaning's version: 2 compares whole floats and after NFC
@@ -157,6 +218,9 @@ def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode], files: Mapping[s
         return content_id("reward/1", {**spec.cache_identity(), "database": files[spec.database]})
     if isinstance(spec, VerifiedReward | CodeReward | JudgeReward):
         return content_id("reward/1", spec.cache_identity())
+    if isinstance(spec, PluginReward):
+        known = {"kind": spec.kind, "name": spec.name, "config": spec.config}
+        return content_id("reward/1", {**known, "plugin": plugins[spec.address].id})
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
     function = spec.callable.rpartition(":")[2]

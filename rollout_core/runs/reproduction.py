@@ -16,9 +16,7 @@ from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
 from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
-from rollout_core.objects.origins import code_behind
-from rollout_core.rewards.source_ids import hold_source
-from rollout_core.rewards.user_code import UserCode
+from rollout_core.rewards.source_ids import filed_codes, hold_source
 
 REWARD, REWARD_SOURCE = "reward", "reward_source"
 NAMED = ("model", "reference", "dataset", "held_out", "prompts", "tasks", "rows", "start_from", "train_state")
@@ -134,8 +132,7 @@ def hold_code(source: ObjectStore, step: Step, base: Path | None) -> None:
     wanted = step.inputs.get(REWARD_SOURCE)
     if reward is None or wanted is None:
         return
-    filed = {name: UserCode.from_document(source.get_json(blob)) for name, blob in code_behind(source, wanted).items()}
-    if hold_source(reward, filed, base) != wanted:
+    if hold_source(reward, filed_codes(source, wanted), base) != wanted:
         raise ConfigError(f"the filed code of its reward is not that of {ContentId(wanted).short}")
 
 

@@ -21,11 +21,16 @@ LIBRARY = PROJECT / "examples" / "library"
 PAGE = PROJECT / "docs" / "library.md"
 SCRIPTS = sorted(LIBRARY.rglob("*.py"))
 FRAMEWORKS = PROJECT / "tests" / "agents" / "frameworks"
+PLUGINS = PROJECT / "examples" / "plugins"
 SHOWN = [
+    (PROJECT / "docs" / "plugins.md", PLUGINS / "brevity" / "brevity.py"),
+    (PROJECT / "docs" / "plugins.md", PLUGINS / "brevity-sidecar" / "main.py"),
+    (PROJECT / "docs" / "plugins.md", PLUGINS / "brevity-shell" / "main.sh"),
     *((PAGE, script) for script in SCRIPTS),
     *((PROJECT / "docs" / "agents-frameworks.md", agent) for agent in sorted(FRAMEWORKS.glob("*.py"))),
 ]
 """Pages and the scripts that they show."""
+LANGUAGES = {".py": "python", ".sh": "bash"}
 FACES = [".".join(stub.parent.relative_to(PROJECT).parts) for stub in stubs()]
 
 
@@ -167,7 +172,8 @@ def test_an_agent_is_trained_killed_and_ends_with_every_rollout_run_once(start_p
 @pytest.mark.parametrize(("page", "script"), SHOWN, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_a_page_shows_a_script_as_it_is(page: Path, script: Path):
     text = script.read_text(encoding="utf-8")
-    assert f"```python\n{text}```" in page.read_text(encoding="utf-8"), (
+    language = LANGUAGES[script.suffix]
+    assert f"```{language}\n{text}```" in page.read_text(encoding="utf-8"), (
         f"docs/{page.name} does not show {script.name} as it is; run python -m tests.docs.test_library"
     )
 
@@ -191,9 +197,10 @@ def main() -> None:
     """Put the scripts as they are into the pages, each below the line that names it."""
     for page, script in SHOWN:
         shown = str(script.relative_to(PROJECT))
-        block = f"```python\n{script.read_text(encoding='utf-8')}```"
+        language = LANGUAGES[script.suffix]
+        block = f"```{language}\n{script.read_text(encoding='utf-8')}```"
         text, count = re.subn(
-            rf"(`{re.escape(shown)}`:\n\n)```python\n.*?^```$",
+            rf"(`{re.escape(shown)}`:\n\n)```{language}\n.*?^```$",
             lambda found, block=block: found[1] + block,
             page.read_text(encoding="utf-8"),
             flags=re.M | re.S,

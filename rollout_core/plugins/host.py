@@ -1,0 +1,177 @@
+"""A plugin that runs: its files as they were read, in a folder of its own; its process, which is started, asked, ended
+where a call fails, and started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.isolation.child import Child, Ended, Interrupted
+from rollout_core.base.locks import scratch_folder
+from rollout_core.base.processes import Limits
+from rollout_core.base.stopping import raise_if_stopping
+from rollout_core.plugins.identity import PluginCode
+from rollout_core.plugins.manifest import check_config
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
+"""Before a plugin whose calls fail is started again; doubled from one to the next."""
+MOST_FAILURES = 8
+"""Calls that end the plugin's process one after another; the last of them fails for good."""
+MAX_SOCKET_PATH = 107
+_POLL_SECONDS = 0.1
+_SIDECAR, _IN_PROCESS = "rollout_core.plugins.sidecar:handle", "rollout_core.plugins.in_process:handle"
+
+
+class CallFailed(Fatal):
+    """A call came to no answer, and cost what it was about. ``str`` names the plugin."""
+
+
+class PluginProcess:
+    """A plugin with a configuration, in a process of its own. Calls take turns.
+
+    ``adapter``: of a Python plugin, ``module:function`` that makes of its name, and what its factory made, the function
+    that answers payloads. ``on_line`` gets what the plugin writes to its output, and what is to be said of it.
+    """
+
+    def __init__(
+        self, code: PluginCode, config: Mapping[str, Any], *, adapter: str, on_line: Callable[[str], None]
+    ) -> None:
+        """Raises ConfigError for a configuration that the plugin's schema refuses. Starts nothing."""
+        self.code = code
+        manifest = code.manifest
+        check_config(manifest, config, code.files)
+        if sys.platform != "linux":
+            raise ConfigError(f"plugin {code.name}: plugins run in processes of their own, which needs Linux")
+        self._config = dict(config)
+        self._adapter = adapter
+        self._on_line = on_line
+        self._lock = threading.Lock()
+        self._failures = 0
+        memory = manifest.runtime.memory_mib
+        self._child = Child(
+            _SIDECAR if manifest.mode == "sidecar" else _IN_PROCESS,
+            Limits(
+                seconds=manifest.limits.call_seconds,
+                memory_bytes=None if memory is None else memory * 2**20,
+                processes=manifest.limits.processes,
+            ),
+            on_line=lambda line: on_line(f"plugin {code.name}: {line}"),
+            prepare=self._prepare,
+            prepare_seconds=manifest.limits.start_seconds,
+        )
+        self._folder: Path | None = None
+        self._scratch = ExitStack()
+        self._end = weakref.finalize(self, self._scratch.close)
+
+    def start(self) -> None:
+        """Start it where it does not run. Raises ConfigError where it cannot be, or refuses its configuration."""
+        with self._lock:
+            self._child.start()
+
+    def call(self, payload: Any) -> Any:
+        """What it answers, a JSON value. Raises CallFailed where it answers with an error or not at all, Recoverable
+        where the machine is to blame, and Fatal for the last of `MOST_FAILURES` that ended its process."""
+        with self._lock:
+            if self._failures:
+                self._pause()
+            try:
+                answer = self._asked(payload)
+            except Interrupted as error:
+                raise Recoverable(f"plugin {self.code.name} was interrupted: its process {error.reason}") from error
+            except (Fatal, ConfigError) as error:
+                raise self._failure(error) from error
+            self._failures = 0
+        if "error" in answer:
+            raise CallFailed(f"plugin {self.code.name}: it says: {answer['error']}")
+        return answer["result"]
+
+    def _asked(self, payload: Any) -> dict[str, Any]:
+        answer = self._child.call({"payload": payload})
+        if "gone" in answer:
+            self._on_line(
+                f"plugin {self.code.name}: it ended with {answer['gone']} between calls, and is started again"
+            )
+            self._child.close()
+            answer = self._child.call({"payload": payload})
+        if "gone" in answer:
+            raise Fatal(f"ended with {answer['gone']} as soon as it was ready")
+        return answer
+
+    def _failure(self, error: Fatal | ConfigError) -> Fatal:
+        """Whatever state the plugin is in after it, the next call starts it anew."""
+        self._child.close()
+        self._failures += 1
+        begin = f"plugin {self.code.name}: "
+        text = str(error) if str(error).startswith(begin) else f"{begin}it {error}"
+        if self._failures < MOST_FAILURES:
+            return CallFailed(text)
+        count, self._failures = self._failures, 0
+        return Fatal(f"{text}. That was call {count} that failed so, one after another; the plugin is not asked again")
+
+    def _pause(self) -> None:
+        seconds = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1))
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            raise_if_stopping(f"starting plugin {self.code.name} again")
+            time.sleep(min(left, _POLL_SECONDS))
+
+    def _prepare(self, ask: Callable[[Any], Any]) -> None:
+        manifest, began = self.code.manifest, time.monotonic()
+        folder = self._unpacked()
+        request: dict[str, Any] = {
+            "name": manifest.name,
+            "folder": str(folder),
+            "config": self._config,
+            "network": manifest.has_network,
+            "gpu": manifest.runtime.gpu,
+            "answer_bytes": manifest.limits.answer_bytes,
+        }
+        if (sidecar := manifest.entry.sidecar) is not None:
+            path = folder.parent / "s"
+            path.unlink(missing_ok=True)
+            if len(str(path).encode()) > MAX_SOCKET_PATH:
+                raise ConfigError(
+                    f"plugin {manifest.name}: its socket would be {path}; expected at most {MAX_SOCKET_PATH} bytes: "
+                    "set TMPDIR to a folder of a shorter name"
+                )
+            of_program = {"command": list(sidecar.command), "protocol": sidecar.protocol, "socket_path": str(path)}
+            request |= {"version": manifest.version, "kind": manifest.kind, **of_program}
+        elif (entry := manifest.entry.in_process) is not None:
+            of_module = {"entry": {"module": entry.module, "factory": entry.factory}, "adapter": self._adapter}
+            request |= {"package": self.code.package, **of_module}
+        try:
+            ask({"start": request})
+        except Ended as error:
+            raise ConfigError(f"plugin {manifest.name} cannot be started: it {error}") from error
+        except Interrupted as error:
+            raise Recoverable(f"plugin {manifest.name} was not started: its process {error.reason}") from error
+        self._on_line(
+            f"plugin_loaded {manifest.title} ({self.code.id.short}), {manifest.mode.replace('_', ' ')}, in "
+            f"{time.monotonic() - began:.2f} s"
+        )
+
+    def _unpacked(self) -> Path:
+        if self._folder is None:
+            self._folder = self.code.write(self._scratch.enter_context(scratch_folder("plugin")))
+        return self._folder
+
+    def close(self) -> None:
+        """End it, after a sidecar was asked to; a later call starts it anew."""
+        with self._lock:
+            if self._child.is_running and self.code.manifest.mode == "sidecar":
+                with suppress(Fatal, Recoverable):
+                    self._child.call({"shutdown": True})
+            self._child.close()
+            self._scratch.close()
+            self._folder = None

@@ -1,0 +1,156 @@
+"""Rewards of plugins in runs: edited code scores anew and nothing before it is computed again; what was run is filed,
+so that it is made again, and scored by other machines, without the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.reproduce import plan_reproduction, reproduce
+from rollout_core.base.ids import ContentId
+from rollout_core.config import TrainGRPOConfig, parse_config
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.origins import sources_of
+from rollout_core.rewards import kept, source_ids
+from rollout_core.rewards.kept import open_reward
+from rollout_core.rewards.scoring import RewardInput, score
+from tests.flows.conftest import objects, small_grpo, write_toml
+
+EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
+SMALL = {
+    "iterations": 1,
+    "prompts_per_iteration": 4,
+    "samples_per_prompt": 4,
+    "minibatch_size": 16,
+    "optimizer": {"lr": 1e-4},
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return folder
+
+
+def composite(name: str, **config: Any) -> dict[str, Any]:
+    """A plugin as part of a sum, beside one that is built in."""
+    plugin = {"kind": "plugin", "name": name, "config": config}
+    parts = [{"weight": 0.5, "reward": plugin}, {"weight": 1.0, "reward": {"kind": "exact_match"}}]
+    return {"kind": "composite", "parts": parts}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["brevity", "brevity-sidecar"])
+def test_an_edited_plugin_scores_anew_and_what_was_run_is_made_again_without_it(
+    name: str, tiny_model, sorting_task, prefect_server, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.train import train_grpo
+    from tasks.runtime.planning import plan_run
+
+    mine = shutil.copytree(EXAMPLES / name, here / "plugins/mine")
+    document = small_grpo(tiny_model, sorting_task, f"plugin-{name}", **SMALL)
+    document["algorithm"]["reward"] = composite(name, limit=6)
+    config = parse_config(document, TrainGRPOConfig)
+    model = ContentId(train_grpo(config)["model"])
+
+    def states() -> dict[str, str]:
+        calls = plan_run("train-grpo", config).calls
+        return {call.stage: call.state for call in calls if call.state != "checked"}  # what is brought in
+
+    assert set(states().values()) == {"cached"}
+    code = mine / ("brevity.py" if name == "brevity" else "main.py")
+    text = code.read_text()
+    code.write_text(text + "\n# edited\n")
+    made, follows = ("enqueue_prompts", "batch_inference"), ("score_rewards", "grpo_update", "snapshot")
+    assert states() == dict.fromkeys(made, "cached") | dict.fromkeys(follows, "computed")
+    code.write_text(text)
+    shutil.move(mine, tmp_path / "data/rollout/plugins/elsewhere")
+    assert set(states().values()) == {"cached"}, "where it lies does not count"
+
+    shutil.rmtree(tmp_path / "data")
+    monkeypatch.setattr(source_ids, "_held", {})
+    source = objects()
+    plan = plan_reproduction(source, model)
+    assert plan.problems == []
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'again'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'again.db'}")
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "again-cache"))
+    assert reproduce(model, source.url) == {"same": [step.title for step in plan.steps], "difference": None}
+
+
+@pytest.mark.server
+def test_whichever_process_scores_runs_the_code_that_was_filed(
+    prefect_server, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a worker of another machine, which has no such plugin."""
+    from prefect import flow
+
+    from flows.evaluation import Judge, judge_of
+    from rollout_core.config.rewards import PluginReward
+
+    shutil.copytree(EXAMPLES / "brevity-sidecar", here / "plugins/mine")
+    spec = PluginReward(kind="plugin", name="brevity-sidecar", config={"limit": 6})
+
+    @flow(name="test-plugin", persist_result=False)
+    def taken() -> Judge:
+        return judge_of(spec)
+
+    judge = taken()
+    [where] = sources_of(objects(), judge.source)
+    assert (where.kind, where.address, where.num_files) == ("reward", "plugin brevity-sidecar 0.1.0", 4)
+    shutil.rmtree(here / "plugins")
+    monkeypatch.setattr(source_ids, "_held", {})
+    monkeypatch.setattr(kept, "_kept", {})
+    warned: list[str] = []
+    store = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+    options = {"base": here, "models": tmp_path, "on_line": warned.append, "on_warning": warned.append}
+    reward = open_reward(judge.reward, judge.source, objects=store, **options)
+    try:
+        assert score(reward, [RewardInput("2 + 2 =", "four"), RewardInput("2 + 2 =", "four hundred")]) == [1.0, 0.0]
+    finally:
+        kept.close_rewards()
+    assert [line for line in warned if "changed" in line] == []
+
+
+def test_a_plan_finds_plugins_of_the_command_and_refuses_their_wrong_configurations(
+    tiny_model, sorting_task, here: Path, tmp_path: Path
+):
+    path = write_toml(tmp_path / "run.toml", small_grpo(tiny_model, sorting_task, "planned", **SMALL))
+
+    def planned(reward: dict[str, Any], *options: str) -> tuple[int, str]:
+        command = ["train", "grpo", "--config", str(path), "--dry-run", *options]
+        command += ["--set", f"algorithm.reward={json.dumps(reward)}"]
+        result = CliRunner().invoke(app, command)
+        return result.exit_code, result.output
+
+    given = ("--plugin", str(EXAMPLES))
+    code, output = planned(composite("brevity", limit=6), *given)
+    assert code == 0, output
+    assert f"plugin_brevity=0.1.0 in {EXAMPLES / 'brevity'}" in output
+    code, output = planned(composite("brevity", limit=6))
+    assert (code, output.count("\n")) == (2, 1)
+    assert "algorithm.reward: no plugin is named 'brevity' in the folders of --plugin" in output
+    code, output = planned(composite("brevity", limit="six"), *given)
+    assert code == 2
+    assert "algorithm.reward: plugin brevity: config.limit: 'six' is not of type 'integer'; expected what" in output
+    code, output = planned({"kind": "plugin", "name": "brevity", "conifg": {}}, *given)
+    assert code == 2
+    assert "algorithm.reward.conifg: unknown key; did you mean 'config'?" in output
+
+
+def test_the_published_schema_is_that_of_every_plugin(here: Path):
+    """No form and no schema depends on which plugins are there."""
+    before = json.dumps(TrainGRPOConfig.model_json_schema())
+    shutil.copytree(EXAMPLES / "brevity", here / "plugins/mine")
+    assert json.dumps(TrainGRPOConfig.model_json_schema()) == before
+    assert '"const": "plugin"' in before
