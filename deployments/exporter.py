@@ -31,6 +31,8 @@ from tasks.runtime.events import (
     EVENT,
     STDERR,
     Event,
+    PluginCall,
+    PluginLoaded,
     Promoted,
     RolledBack,
     RunDone,
@@ -171,6 +173,10 @@ class Events:
         self._workers = counter("worker_starts", "Workers that came to a run's shards", "kind")
         self._lost = counter("workers_lost", "Workers that were gone with shards they had not completed", "kind")
         self._skipped = counter("samples_skipped", "Samples that results do without", "stage")
+        self._plugin_loads = counter("plugin_loads", "Starts of plugins", "plugin")
+        self._plugin_calls = counter("plugin_calls", "Calls of plugins", "plugin")
+        self._plugin_errors = counter("plugin_call_errors", "Calls of plugins that failed", "plugin")
+        self._plugin_seconds = counter("plugin_call_seconds", "Seconds of calls of plugins", "plugin")
         self._promoted = counter("promotions", "Models that became the latest", "resource")
         self._rolled_back = counter("rollbacks", "Models that were taken back", "resource")
         self.unreadable = counter("events_unreadable", "Lines of the file of events that are none")
@@ -221,6 +227,12 @@ class Events:
                 self._lost.labels(event.kind).inc()
             case SamplesSkipped():
                 self._skipped.labels(event.stage).inc(event.samples)
+            case PluginLoaded():
+                self._plugin_loads.labels(event.plugin).inc()
+            case PluginCall():
+                self._plugin_calls.labels(event.plugin).inc(event.calls)
+                self._plugin_errors.labels(event.plugin).inc(event.failed)
+                self._plugin_seconds.labels(event.plugin).inc(event.seconds)
             case Promoted():
                 self._promoted.labels(event.resource).inc()
             case RolledBack():

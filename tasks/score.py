@@ -6,6 +6,7 @@ import statistics
 
 from prefect.runtime import flow_run
 
+from rollout_core.base import traces
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import BackendConfig, Replay, SamplingParams
@@ -244,13 +245,33 @@ def _compute_scores(
 ) -> Scores:
     """`rollout_core.rewards.scores.compute_scores`; failures are logged and counted."""
     objects = current_stage().objects
-    scores, failures = filed_scores.compute_scores(objects, completions, reward, by_part=by_part, shared_as=shared_as)
+    try:
+        scores, failures = filed_scores.compute_scores(
+            objects, completions, reward, by_part=by_part, shared_as=shared_as
+        )
+    finally:
+        _report_plugins(reward)
     if failures:
         named = "; ".join(map(str, failures[:NAMED_FAILURES]))
         stage_logger().warning("%d of %d completions have no score: %s", len(failures), scores.num_samples, named)
         reason = str(failures[0])
         events.emit(events.SamplesSkipped(stage=current_stage().name, samples=len(failures), reason=reason))
     return scores
+
+
+def _report_plugins(reward: RewardFunction) -> None:
+    """What plugins were started and asked for, and what of it failed, as events, and as spans of the stage."""
+    for plugin in reward.plugins:
+        figures, name, stage_name = plugin.take_figures(), plugin.manifest.name, current_stage().name
+        about = {"plugin": name, "version": plugin.manifest.version, "mode": plugin.manifest.mode.replace("_", "-")}
+        for seconds in figures.loaded_seconds:
+            events.emit(events.PluginLoaded(**about, seconds=seconds))
+        for error in figures.errors:
+            events.emit(events.PluginCallError(plugin=name, stage=stage_name, error=error))
+        if figures.calls:
+            counted = {"calls": figures.calls, "failed": figures.failed, "slowest_seconds": figures.slowest_seconds}
+            events.emit(events.PluginCall(plugin=name, stage=stage_name, seconds=figures.seconds, **counted))
+            traces.add_span("plugin_call", figures.seconds, traces.current_traceparent(), plugin=name, **counted)
 
 
 def _without_score(scores: Scores) -> dict[str, int]:

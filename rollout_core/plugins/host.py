@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
 """Before a plugin whose calls fail is started again; doubled from one to the next."""
 MOST_FAILURES = 8
 """Calls that end the plugin's process one after another; the last of them fails for good."""
+MOST_ERRORS = 20
 MAX_SOCKET_PATH = 107
 _POLL_SECONDS = 0.1
 _SIDECAR, _IN_PROCESS = "rollout_core.plugins.sidecar:handle", "rollout_core.plugins.in_process:handle"
@@ -35,6 +37,20 @@ _SIDECAR, _IN_PROCESS = "rollout_core.plugins.sidecar:handle", "rollout_core.plu
 
 class CallFailed(Fatal):
     """A call came to no answer, and cost what it was about. ``str`` names the plugin."""
+
+
+@dataclass
+class CallFigures:
+    """What calls of a plugin came to."""
+
+    calls: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    slowest_seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+    """Of those that failed, the first `MOST_ERRORS`."""
+    loaded_seconds: list[float] = field(default_factory=list)
+    """What each start took."""
 
 
 class PluginProcess:
@@ -58,6 +74,7 @@ class PluginProcess:
         self._on_line = on_line
         self._lock = threading.Lock()
         self._failures = 0
+        self._figures = CallFigures()
         memory = manifest.runtime.memory_mib
         self._child = Child(
             _SIDECAR if manifest.mode == "sidecar" else _IN_PROCESS,
@@ -79,22 +96,50 @@ class PluginProcess:
         with self._lock:
             self._child.start()
 
-    def call(self, payload: Any) -> Any:
-        """What it answers, a JSON value. Raises CallFailed where it answers with an error or not at all, Recoverable
-        where the machine is to blame, and Fatal for the last of `MOST_FAILURES` that ended its process."""
+    def take_figures(self) -> CallFigures:
+        """Of the calls and starts since they were last taken."""
         with self._lock:
-            if self._failures:
-                self._pause()
+            taken, self._figures = self._figures, CallFigures()
+        return taken
+
+    def call(self, payload: Any, problem_with: Callable[[Any], str | None] = lambda result: None) -> Any:
+        """What it answers, a JSON value. ``problem_with`` says, in a form that follows "it", why a value is no answer.
+
+        Raises CallFailed where it answers with an error, not as it should, or not at all, Recoverable where the machine
+        is to blame, and Fatal for the last of `MOST_FAILURES` that ended its process.
+        """
+        with self._lock:
+            began = time.monotonic()
             try:
-                answer = self._asked(payload)
-            except Interrupted as error:
-                raise Recoverable(f"plugin {self.code.name} was interrupted: its process {error.reason}") from error
-            except (Fatal, ConfigError) as error:
-                raise self._failure(error) from error
-            self._failures = 0
-        if "error" in answer:
-            raise CallFailed(f"plugin {self.code.name}: it says: {answer['error']}")
-        return answer["result"]
+                answer = self._answer(payload)
+                if "error" in answer:
+                    raise CallFailed(f"plugin {self.code.name}: it says: {answer['error']}")
+                if (problem := problem_with(answer["result"])) is not None:
+                    raise CallFailed(f"plugin {self.code.name}: it {problem}")
+                return answer["result"]
+            except Fatal as error:
+                self._figures.failed += 1
+                if len(self._figures.errors) < MOST_ERRORS:
+                    self._figures.errors.append(str(error))
+                raise
+            finally:
+                seconds = time.monotonic() - began
+                self._figures.calls += 1
+                self._figures.seconds += seconds
+                self._figures.slowest_seconds = max(seconds, self._figures.slowest_seconds)
+
+    def _answer(self, payload: Any) -> dict[str, Any]:
+        """With ``result`` or its own ``error``."""
+        if self._failures:
+            self._pause()
+        try:
+            answer = self._asked(payload)
+        except Interrupted as error:
+            raise Recoverable(f"plugin {self.code.name} was interrupted: its process {error.reason}") from error
+        except (Fatal, ConfigError) as error:
+            raise self._failure(error) from error
+        self._failures = 0
+        return answer
 
     def _asked(self, payload: Any) -> dict[str, Any]:
         answer = self._child.call({"payload": payload})
@@ -156,10 +201,10 @@ class PluginProcess:
             raise ConfigError(f"plugin {manifest.name} cannot be started: it {error}") from error
         except Interrupted as error:
             raise Recoverable(f"plugin {manifest.name} was not started: its process {error.reason}") from error
-        self._on_line(
-            f"plugin_loaded {manifest.title} ({self.code.id.short}), {manifest.mode.replace('_', ' ')}, in "
-            f"{time.monotonic() - began:.2f} s"
-        )
+        seconds = time.monotonic() - began
+        self._figures.loaded_seconds.append(seconds)
+        mode = manifest.mode.replace("_", " ")
+        self._on_line(f"plugin_loaded {manifest.title} ({self.code.id.short}), {mode}, in {seconds:.2f} s")
 
     def _unpacked(self) -> Path:
         if self._folder is None:

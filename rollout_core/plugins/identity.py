@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
@@ -19,7 +19,7 @@ from rollout_core.base.processes import size_text
 from rollout_core.plugins.manifest import MANIFEST, Manifest, parse_manifest
 
 MAX_FILES = 2000
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 16 * 2**20
 """Of all files of a plugin: they are held in memory, filed with each run, and written to a folder for each process."""
 _MADE_BY_RUNNING = {"__pycache__"}
 
@@ -86,6 +86,9 @@ class PluginCode:
     def from_document(cls, document: Mapping[str, Any]) -> PluginCode:
         """Inverse of `document`."""
         files = {path: base64.b64decode(content) for path, content in document["files"].items()}
+        for path in files:  # which `write` follows
+            if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+                raise ConfigError(f"filed plugin {document['plugin']}: got the path {path!r}; expected one inside it")
         folder = Path(document["folder"])
         manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files)
         return cls(manifest, folder, files, frozenset(document["executable"]), document["package"])

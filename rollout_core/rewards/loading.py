@@ -105,6 +105,7 @@ def load_reward(
             separable=True,
             close=scores.close,
             forms={spec.name: CallForm()},
+            plugins=(scores,),
             max_failed_share=spec.max_failed_share,
         )
     code = source.codes[spec.callable]
@@ -221,6 +222,7 @@ def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFu
         forms={name: form for part in parts for name, form in part.forms.items()},
         max_failed_share=min((part.max_failed_share for part in parts if part.forms), default=0.0),
         judges=tuple(each for part in parts for each in part.judges),
+        plugins=tuple(each for part in parts for each in part.plugins),
     )
 
 

@@ -39,7 +39,8 @@ class PluginScores:
         self._name = spec.name
         self._batch_size = code.manifest.limits.batch_size
         self._plugin = PluginProcess(code, spec.config, adapter=ADAPTER, on_line=on_line)
-        self.close = self._plugin.close
+        self.close, self.take_figures = self._plugin.close, self._plugin.take_figures
+        self.manifest = code.manifest
         try:
             self._plugin.start()
         except BaseException:
@@ -58,16 +59,17 @@ class PluginScores:
 
     def _scores(self, inputs: Sequence[RewardInput], known: Sequence[str]) -> list[Score | Fatal]:
         rows = [{name: as_plain(sample, name) for name in INPUT_FIELDS} for sample in inputs]
+
+        def problem_with(result: Any) -> str | None:
+            rewards = result.get("rewards") if isinstance(result, dict) else None
+            if isinstance(rewards, list) and len(rewards) == len(inputs):
+                return None
+            return f"answered with {shown(result)}; expected rewards, a list of {len(inputs)}"
+
         try:
-            result = self._plugin.call({"inputs": rows})
+            rewards = self._plugin.call({"inputs": rows}, problem_with)["rewards"]
         except CallFailed as error:
             return [Fatal(f"reward {self._name} failed on {place}: {error}") for place in known]
-        rewards = result.get("rewards") if isinstance(result, dict) else None
-        if not isinstance(rewards, list) or len(rewards) != len(inputs):
-            problem = f"answered with {shown(result)}; expected rewards, a list of {len(inputs)}"
-            return [
-                Fatal(f"reward {self._name} failed on {place}: plugin {self._name}: it {problem}") for place in known
-            ]
         return [self._score(value, place) for value, place in zip(rewards, known, strict=True)]
 
     def _score(self, value: Any, place: str) -> Score | Fatal:

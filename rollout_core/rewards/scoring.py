@@ -72,6 +72,8 @@ class RewardFunction:
     """Of the samples scored together, the share that it may fail on (`within_share`)."""
     judges: tuple[Any, ...] = ()
     """Those in it who ask models (`rollout_core.rewards.judges.judging.Judges`)."""
+    plugins: tuple[Any, ...] = ()
+    """Those in it (`rollout_core.rewards.plugin_rewards.PluginScores`)."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def file_code(
 def _file_plugin(objects: ObjectStore, content: ContentId, address: str, plugin: PluginCode) -> None:
     found = Source(
         kind="reward",
-        address=f"plugin {plugin.manifest.title}",
+        address=f"plugin {address} {plugin.manifest.version}",
         place=str(plugin.folder.resolve()),
         size_bytes=sum(map(len, plugin.files.values())),
         num_files=len(plugin.files),

@@ -34,7 +34,9 @@ from tasks.runtime.journal import Learning, current_journal, stage_logger, title
 
 STDERR = "stderr"
 """In place of a file's name."""
-FREQUENT = frozenset({"work_start", "work_end", "train_step", "samples_done"})
+FREQUENT = frozenset(
+    {"work_start", "work_end", "train_step", "samples_done", "plugin_loaded", "plugin_call", "plugin_call_error"}
+)
 """Topics that the server does not get: it is no place for thousands of them, and of stages it has its own task runs."""
 _ID, _NAME, _ROLE = "prefect.resource.id", "prefect.resource.name", "prefect.resource.role"
 
@@ -182,6 +184,37 @@ class SamplesSkipped(_Event):
     reason: str
 
 
+class PluginLoaded(_Event):
+    """A plugin was started, in a process of its own."""
+
+    topic: Literal["plugin_loaded"] = "plugin_loaded"
+    plugin: str
+    version: str
+    mode: str
+    seconds: float
+
+
+class PluginCall(_Event):
+    """Calls of a plugin in a stage that ended, together."""
+
+    topic: Literal["plugin_call"] = "plugin_call"
+    plugin: str
+    stage: str
+    calls: int
+    failed: int
+    seconds: float
+    slowest_seconds: float
+
+
+class PluginCallError(_Event):
+    """A call of a plugin failed; of a stage's the first ones."""
+
+    topic: Literal["plugin_call_error"] = "plugin_call_error"
+    plugin: str
+    stage: str
+    error: str
+
+
 class Promoted(_Event):
     """A model became the latest one of a resource."""
 
@@ -211,6 +244,9 @@ Event = Annotated[
     | TrainEnd
     | SamplesDone
     | SamplesSkipped
+    | PluginLoaded
+    | PluginCall
+    | PluginCallError
     | Promoted
     | RolledBack
     | WorkerStart

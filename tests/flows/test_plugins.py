@@ -14,14 +14,20 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.reproduce import plan_reproduction, reproduce
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import TrainGRPOConfig, parse_config
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.origins import sources_of
+from rollout_core.objects.records import Completions, Scores
+from rollout_core.plugins import host
 from rollout_core.rewards import kept, source_ids
 from rollout_core.rewards.kept import open_reward
 from rollout_core.rewards.scoring import RewardInput, score
+from tasks.runtime.events import EVENT
 from tests.flows.conftest import objects, small_grpo, write_toml
+from tests.plugins import hostile
+from tests.plugins.test_sidecars import write_hostile
 
 EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
 SMALL = {
@@ -120,6 +126,71 @@ def test_whichever_process_scores_runs_the_code_that_was_filed(
     finally:
         kept.close_rewards()
     assert [line for line in warned if "changed" in line] == []
+
+
+@pytest.mark.server
+def test_starts_calls_and_failures_are_events(
+    prefect_server, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from prefect import flow
+
+    from rollout_core.config.rewards import PluginReward
+    from tasks.score import score_rewards
+
+    monkeypatch.setattr(host, "FIRST_PAUSE_SECONDS", 0.01)
+    write_hostile(here / "plugins/hostile")
+    spec = PluginReward(kind="plugin", name="hostile", max_failed_share=0.5)
+    prompts = ["good", hostile.CRASH, "good", "good"]
+
+    @flow(name="test-plugin-events", persist_result=False)
+    def scored() -> Scores:
+        return score_rewards(completions_of(*prompts), spec, source_ids.source_id(spec, here))
+
+    file = tmp_path / "events.ndjson"
+    monkeypatch.setenv("ROLLOUT_EVENTS", str(file))
+    try:
+        scores = scored()
+    finally:
+        kept.close_rewards()
+    assert json.loads(objects().get_bytes(scores.scores)) == [1.0, None, 1.0, 1.0]
+    assert scores.num_reward_failed == 1
+    lines = [EVENT.validate_json(line) for line in file.read_bytes().splitlines()]
+    found = [line for line in lines if line.topic.startswith("plugin_")]
+    assert [line.topic for line in found] == ["plugin_loaded", "plugin_loaded", "plugin_call_error", "plugin_call"]
+    _, _, failed, calls = found
+    assert failed.error == "plugin hostile: it ended with exit status 3 before it answered"
+    assert (calls.plugin, calls.stage, calls.calls, calls.failed) == ("hostile", "score_rewards", 4, 1)
+    assert 0 < calls.slowest_seconds <= calls.seconds
+
+
+def completions_of(*prompts: str) -> Completions:
+    """One to each prompt, of which no store knows."""
+    ids = [hash_bytes(f"plugin {number}".encode()) for number in range(len(prompts))]
+    samples = [Sample(key, prompt, [1, 2], 0, None, {}) for key, prompt in zip(ids, prompts, strict=True)]
+    made = [Completion(key, [3], [-0.5], "x", "stop") for key in ids]
+    return Completions(
+        completions=objects().put_bytes(b"".join(map(encode_completion, made))),
+        samples=objects().put_bytes(encode_samples(samples)),
+        model=hash_bytes(b"model"),
+        num_samples=len(ids),
+        num_tokens=len(ids),
+        finish_reasons={"stop": len(ids)},
+    )
+
+
+def test_one_plugin_by_two_ways_is_filed_for_both(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rollout_core.config.rewards import CompositeReward, PluginReward, WeightedReward
+
+    shutil.copytree(EXAMPLES / "brevity", here / "plugins/mine")
+    named = PluginReward(kind="plugin", name="brevity", config={"limit": 6})
+    placed = PluginReward(kind="plugin", name="brevity", path="plugins/mine")
+    spec = CompositeReward(parts=(WeightedReward(reward=named), WeightedReward(reward=placed)))
+    store = ObjectStore.from_url(f"file://{tmp_path / 'objects'}")
+    wanted = source_ids.source_id(spec, here)
+    source_ids.record_code(store, spec, source_ids.source_of(spec, here, wanted))
+    shutil.rmtree(here / "plugins")
+    monkeypatch.setattr(source_ids, "_held", {})
+    assert source_ids.source_of(spec, here, wanted, store).id == wanted
 
 
 def test_a_plan_finds_plugins_of_the_command_and_refuses_their_wrong_configurations(

@@ -80,6 +80,15 @@ def test_lines_are_counted_once_also_halves_and_those_of_a_new_file(file: Path):
     found = read(*source)
     assert value(found, "rollout_worker_starts_total", kind="dask") == 1
     assert value(found, "rollout_workers_lost_total", kind="dask") == 1
+    events.emit(events.PluginLoaded(plugin="words", version="1", mode="sidecar", seconds=0.2))
+    figures = {"calls": 4, "failed": 1, "seconds": 2.5, "slowest_seconds": 2.0}
+    events.emit(events.PluginCall(plugin="words", stage="score_rewards", **figures))
+    events.emit(events.PluginCallError(plugin="words", stage="score_rewards", error="it hangs"))
+    found = read(*source)
+    assert value(found, "rollout_plugin_loads_total", plugin="words") == 1
+    assert value(found, "rollout_plugin_calls_total", plugin="words") == 4
+    assert value(found, "rollout_plugin_call_errors_total", plugin="words") == 1
+    assert value(found, "rollout_plugin_call_seconds_total", plugin="words") == 2.5
     file.rename(file.with_suffix(".1"))  # as logrotate does
     assert value(read(*source), "rollout_engine_tokens_total", stage="evaluate") == 80
     events.emit(done)

@@ -42,6 +42,14 @@ command = ["{python}", "main.py"]
 """
 
 
+def write_hostile(folder: Path) -> None:
+    """The plugin's files."""
+    folder.mkdir(parents=True)
+    (folder / "rollout-plugin.toml").write_text(MANIFEST)
+    (folder / "schema.json").write_text("{}")
+    shutil.copy(hostile.__file__, folder / "main.py")
+
+
 class Hostile:
     """The plugin, opened with a configuration; with what it wrote."""
 
@@ -49,11 +57,7 @@ class Hostile:
         self.base = base
         self.lines: list[str] = []
         self.opened: list[RewardFunction] = []
-        folder = base / "plugins/hostile"
-        folder.mkdir(parents=True)
-        (folder / "rollout-plugin.toml").write_text(MANIFEST)
-        (folder / "schema.json").write_text("{}")
-        shutil.copy(hostile.__file__, folder / "main.py")
+        write_hostile(base / "plugins/hostile")
 
     def open(self, **config: Any) -> RewardFunction:
         spec = PluginReward(kind="plugin", name="hostile", config=config)
