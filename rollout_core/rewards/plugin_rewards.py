@@ -70,11 +70,14 @@ class PluginScores:
             rewards = self._plugin.call({"inputs": rows}, problem_with)["rewards"]
         except CallFailed as error:
             return [Fatal(f"reward {self._name} failed on {place}: {error}") for place in known]
-        return [self._score(value, place) for value, place in zip(rewards, known, strict=True)]
+        return [self._score(*each) for each in zip(rewards, known, places(inputs), strict=True)]
 
-    def _score(self, value: Any, place: str) -> Score | Fatal:
+    def _score(self, value: Any, place: str, place_in_call: str) -> Score | Fatal:
         if isinstance(value, dict) and isinstance(value.get("error"), str):
-            return Fatal(f"reward {self._name} failed on {place}: {value['error']}")
+            error = value["error"]
+            if error.startswith(f"reward {self._name} "):  # a Python plugin's, which names the sample itself
+                return Fatal(error.replace(place_in_call, place, 1))
+            return Fatal(f"reward {self._name} failed on {place}: {error}")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             return Fatal(f"reward {self._name} answered with {shown(value)} for {place}; expected a number or null")
         return value  # whether it is finite is looked at with every reward's
