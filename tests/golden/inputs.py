@@ -34,6 +34,12 @@ AGENTS = {
         'name = "arithmetic"\nrows = { path = "data/example/held-out.jsonl" }\nsamples = 2\n'
         'prompt = { text = "{{ prompt }}" }\nsampling = { temperature = 0.7, max_tokens = 8 }\n'
     ),
+    "plugins/length/rollout-plugin.toml": (
+        'name = "length"\nversion = "1"\nkind = "reward-model"\ntrait_id = "rollout_core::RewardModel"\n'
+        'mode = "in-process"\nnetwork_allowlist = []\nruntime = { python_min = "3.11" }\n'
+        'entry = { in-process = { module = "length", factory = "create_plugin" } }\n'
+    ),
+    "plugins/length/length.py": "def create_plugin(config):\n    return lambda sample: float(len(sample.completion))\n",
     "examples/real/last_number.py": "def score(sample):\n    return float(sample.completion.endswith(sample.answer))\n",
 }
 """In place of the examples' own code and suites, whose content enters keys: to edit them changes no key here."""

@@ -74,6 +74,7 @@ FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "grpo-tiny",
         {"algorithm.reward": {"kind": "composite", "parts": [{"weight": 2.0, "reward": {"kind": "exact_match"}}]}},
     ),
+    "grpo-tiny, a plugin's reward": ("grpo-tiny", {"algorithm.reward": {"kind": "plugin", "name": "length"}}),
     "grpo-tiny, rewards by name": (
         "grpo-tiny",
         {
