@@ -1,6 +1,7 @@
 # make run    set everything up and run the nightly example to a report
 # make real   set everything up and run the nightly flow on a model of 135 million parameters, to a report
 # make agents set everything up and train an agent that looks things up, to a report
+# make env    set everything up and train a model in an environment with a tool, evaluated before and after
 # make test   set everything up and run the tests
 # make test-fast  those that take a moment each: no engine, no Prefect server, none of tests/slow.txt
 # make campaigns  the tests of minutes each, in which processes are killed, lost and outlived
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
 PORT ?= 4200
 
-.PHONY: setup run real agents test test-fast campaigns smoke check format serve bench docs docs-serve clean
+.PHONY: setup run real agents env test test-fast campaigns smoke check format serve bench docs docs-serve clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,10 @@ real: setup
 agents: setup
 	$(BIN)/python examples/agents/make_lookup.py
 	$(BIN)/rollout agent train --config examples/agents/train-lookup.toml
+
+env: setup
+	$(BIN)/python examples/agents/make_lookup.py
+	$(BIN)/rollout train grpo --config examples/environments/lookup.toml
 
 # Four files at a time, on two cores: much of the suite waits for processes that it started.
 AT_ONCE := --numprocesses 4 --dist loadfile --no-loadscope-reorder

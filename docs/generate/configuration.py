@@ -30,6 +30,7 @@ TITLES = {
     "evaluation": "Suites",
     "promotion": "Promotion",
     "agents": "Agents",
+    "environments": "Environments and their tools",
     "cloud": "Clouds",
 }
 """By the module of `rollout_core.config` that a page is about."""
@@ -49,6 +50,7 @@ _BESIDE = {
     "inspect_ai": "evaluation",
     "lm_eval": "evaluation",
     "training_suites": "evaluation",
+    "tools": "environments",
     "verifiers": "rewards",
     "judges": "rewards",
 }

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import sqlite3
+import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import EvalConfig, NightlyConfig, TrainGRPOConfig, load_config, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.learner_plan import plan_training
-from tests.flows.conftest import wait_for, write_toml
+from rollout_core.runs.evaluations import evaluated_models
+from rollout_core.runs.run_records import RunRecords
+from tests.conftest import PROJECT
+from tests.flows.conftest import objects, wait_for, write_toml
 from tests.flows.kills import attempts_after_success
 
 pytestmark = pytest.mark.server
@@ -221,6 +226,40 @@ def test_a_night_in_an_environment_is_evaluated_and_promoted(prefect_server: str
     assert len(played) == 3 * 6 + 2 * 3 * 4
     again = nightly(parse_config(tables, NightlyConfig))
     assert again["model"] == found["model"]
+
+
+def test_the_example_is_planned_as_it_is(work: Path):
+    tables = tomllib.loads((PROJECT / "examples/environments/lookup.toml").read_text())
+    (work / "examples").symlink_to(PROJECT / "examples")
+    rows = '{"question": "?", "answer": "a", "records": {}}\n' * 20
+    (work / "tasks.jsonl").write_text(rows)
+    changes = {
+        "algorithm.base_model.uri": "model",
+        "algorithm.prompts.path": "tasks.jsonl",
+        "evaluation.suites": [{"suite": "suite.toml"}],
+        "backend": {"kind": "transformers"},
+    }
+    suite = tables["evaluation"]["suites"][0]["suite"]
+    write_toml(work / "suite.toml", {**suite, "rows": {"path": "tasks.jsonl"}})
+    found = plan_training(parse_config(tables, TrainGRPOConfig, overrides=changes), Path.cwd())
+    assert found["environment"].startswith("examples/environments/lookup.py:Lookup (")
+    assert found["environment"].endswith("), 1 tools (lookup)")
+
+
+@pytest.mark.campaign
+def test_the_example_is_learned(prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from flows.train import train_grpo
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(PROJECT / "examples" / "agents"))
+    (tmp_path / "examples").symlink_to(PROJECT / "examples")
+    import_module("make_lookup").make(tmp_path / "data" / "agents")
+    tables = tomllib.loads((PROJECT / "examples/environments/lookup.toml").read_text())
+    changes = {"backend": {"kind": "transformers"}, "algorithm.iterations": 4}
+    train_grpo(parse_config(tables, TrainGRPOConfig, overrides=changes))
+    reports = [report for model in evaluated_models(RunRecords(objects())) for report in model.reports.values()]
+    figures = sorted(report.headline.value for report in reports)
+    assert figures[-1] >= figures[0] + 0.2
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
