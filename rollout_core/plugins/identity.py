@@ -90,7 +90,7 @@ class PluginCode:
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
                 raise ConfigError(f"filed plugin {document['plugin']}: got the path {path!r}; expected one inside it")
         folder = Path(document["folder"])
-        manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files)
+        manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files, document["package"])
         return cls(manifest, folder, files, frozenset(document["executable"]), document["package"])
 
 
@@ -115,7 +115,7 @@ def read_plugin(folder: Path, *, package: str | None = None) -> PluginCode:
             executable.add(name)
     if MANIFEST not in files:
         raise ConfigError(f"plugin folder {folder}: got no {MANIFEST}; expected one")
-    manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files)
+    manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files, package)
     return PluginCode(manifest, folder, files, frozenset(executable), package)
 
 

@@ -219,9 +219,9 @@ Files = Mapping[str, bytes]
 """What a plugin's folder holds, by paths relative to it."""
 
 
-def parse_manifest(text: bytes, name: str, files: Files) -> Manifest:
+def parse_manifest(text: bytes, name: str, files: Files, package: str | None = None) -> Manifest:
     """The manifest of a plugin with these files. Raises ConfigError with a line for each thing wrong: ``name`` and key,
-    what was got and what was expected."""
+    what was got and what was expected. ``package``: name of the Python package that the folder is, if it is one."""
     try:
         tables = tomllib.loads(text.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -231,7 +231,7 @@ def parse_manifest(text: bytes, name: str, files: Files) -> Manifest:
         tables["entry"] = {_IN_PROCESS.get(key, key): table for key, table in entry.items()}
     try:
         manifest = parse_config(tables, Manifest, name=name)
-        if problem := _problem_with_files(manifest, files):
+        if problem := _problem_with_files(manifest, files, package):
             raise ConfigError(problem, [f"{name}: {problem}"])
     except ConfigError as error:
         # What is found with several keys at hand names its own key.
@@ -254,9 +254,12 @@ def _entry_as_written(tables: Mapping[str, Any], name: str) -> str:
     return next(iter(named), "in-process")
 
 
-def _problem_with_files(manifest: Manifest, files: Files) -> str | None:
+def _problem_with_files(manifest: Manifest, files: Files, package: str | None) -> str | None:
     if (entry := manifest.entry.in_process) is not None:
-        inner = entry.module.replace(".", "/")
+        begin = f"{package}." if package else ""
+        if not entry.module.startswith(begin):
+            return f"entry.in_process.module: got {entry.module!r}; expected a module of the package, {begin}..."
+        inner = entry.module.removeprefix(begin).replace(".", "/")
         if f"{inner}.py" not in files and f"{inner}/__init__.py" not in files:
             return f"entry.in_process.module: got {entry.module!r}; expected a module of the folder, {inner}.py"
     if (entry := manifest.entry.sidecar) is not None:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.config.rewards import PluginReward
 from rollout_core.plugins import discovery
 from rollout_core.plugins.discovery import find_plugin
 from rollout_core.plugins.manifest import MANIFEST
+from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.scoring import RewardInput, score
 from tests.plugins.test_manifest import GOOD
 
 
@@ -37,13 +40,19 @@ def test_plugins_are_found_in_one_order(base: Path, monkeypatch: pytest.MonkeyPa
 
     site = base / "site-packages"
     info = site / "brevity_plugin-5.dist-info"
-    plugin(site / "brevity_plugin", "5")
+    plugin(site / "brevity_plugin", "5", module="brevity_plugin.plugin")
+    (site / "brevity_plugin/__init__.py").write_text("")
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brevity-plugin\nVersion: 5\n")
     (info / "entry_points.txt").write_text("[rollout.plugins]\nbrevity = brevity_plugin\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
     assert version() == "5"
     assert find_plugin("brevity", base).package == "brevity_plugin"
+    reward = load_reward(PluginReward(kind="plugin", name="brevity"), base=base)
+    try:
+        assert score(reward, [RewardInput("2 + 2 =", "4")]) == [1.0]
+    finally:
+        reward.close()
     users = plugin(base / "data/rollout/plugins/mine", "4")
     assert version() == "4"
     here = plugin(base / "plugins/mine", "3")
