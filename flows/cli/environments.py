@@ -21,7 +21,7 @@ from rollout_core.config.base import JsonlDataset, parse_config
 from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.data.dataset_sources import read_dataset
 from rollout_core.data.datasets import TaskRow
-from rollout_core.environments.checking import Told, act, check_environment
+from rollout_core.environments.checking import Transcript, act, check_environment
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import check_turns
 from rollout_core.environments.episodes import Episode
@@ -47,15 +47,15 @@ def env_check(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Exit code 1: an episode failed, or was another one when it was played again or beside others."""
+    """Exit code 1: an episode failed, or was another one when it was played again or next to others."""
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
         chosen = _rows(rows, NUM_ROWS)
         with _tools(settings, offer) as (resources, folder):
             checked = asyncio.run(check_environment(code, settings, offer, chosen, resources, folder))
-        for number, told in enumerate(checked.episodes, start=1):
+        for number, transcript in enumerate(checked.episodes, start=1):
             typer.echo(f"row {number}:")
-            for line in told.lines:
+            for line in transcript.lines:
                 typer.echo("  " + visible(line))
         _show_tools(offer, model, settings)
         for remark in checked.remarks:
@@ -64,7 +64,7 @@ def env_check(
             typer.echo(f"fault: {visible(fault)}")
         if checked.faults:
             raise typer.Exit(EXIT_FAILED)
-        typer.echo(f"{len(chosen)} rows: the same episode alone, again, in another process and beside others")
+        typer.echo(f"{len(chosen)} rows: the same episode alone, again, in another process and next to others")
 
 
 def env_play(
@@ -134,13 +134,13 @@ async def _play(
     folder: Path,
 ) -> None:
     hosts, shown, episode = Hosts(code, settings), 0, Episode("by hand", row)
-    told = Told()
+    transcript = Transcript()
 
     def show() -> None:
         nonlocal shown
-        for line in told.lines[shown:]:
+        for line in transcript.lines[shown:]:
             typer.echo(visible(line))
-        shown = len(told.lines)
+        shown = len(transcript.lines)
 
     def answer(turn: int, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         show()
@@ -157,7 +157,7 @@ async def _play(
             tools_of_episode(offer, place, resources, row, folder) as tools,
         ):
             typer.echo(f"tools: {', '.join(tools.names) or 'none'}")
-            await act(place, tools, episode, answer, settings, offer, told)
+            await act(place, tools, episode, answer, settings, offer, transcript)
         show()
     finally:
         await hosts.close()

@@ -1,4 +1,4 @@
-"""Environments tried without a model: the same episodes alone, again, in another process and beside each other, and
+"""Environments tried without a model: the same episodes alone, again, in another process and at the same time, and
 what differs, fails or is slow; and an episode whose answers a person gives."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Answering = Callable[[int, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
 @dataclass
-class Told:
+class Transcript:
     """What an environment said and gave in an episode."""
 
     lines: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Told:
 class Checked:
     """What was found."""
 
-    episodes: list[Told]
+    episodes: list[Transcript]
     """Of the rows, in order."""
     faults: list[str]
     remarks: list[str]
@@ -93,33 +93,35 @@ async def check_environment(
     resources: ToolResources,
     folder: Path,
 ) -> Checked:
-    """Play an episode of each row, alone, alone again, in another process, and all beside each other. Raises
+    """Play an episode of each row, alone, alone again, in another process, and all at the same time. Raises
     ConfigError where the environment cannot be loaded. ``folder`` is for the files of tools, whose ``resources`` they
     share."""
     hosts = Hosts(code, settings)
     try:
 
-        async def play(number: int, name: str, *, alone: bool = False) -> Told:
-            told, episode = Told(), Episode(name, rows[number])
+        async def play(number: int, name: str, *, alone: bool = False) -> Transcript:
+            transcript, episode = Transcript(), Episode(name, rows[number])
             try:
                 async with (
                     hosts.place(name, alone=alone) as place,
                     tools_of_episode(offer, place, resources, episode.row, folder) as tools,
                 ):
-                    await act(place, tools, episode, scripted(tools, number), settings, offer, told)
+                    await act(place, tools, episode, scripted(tools, number), settings, offer, transcript)
             except (EnvironmentFailed, HostEnded) as error:
-                told.failure = str(error)
-                told.lines.append(f"failed: {error}")
-            return told
+                transcript.failure = str(error)
+                transcript.lines.append(f"failed: {error}")
+            return transcript
 
         first = [await play(number, f"{number}") for number in range(len(rows))]
         again = [await play(number, f"{number} again") for number in range(len(rows))]
         elsewhere = [await play(number, f"{number} elsewhere", alone=True) for number in range(len(rows))]
         names = [(number, f"{number} of {copy}") for copy in range(2) for number in range(len(rows))]
-        beside = await asyncio.gather(*(play(*name) for name in names))
+        together = await asyncio.gather(*(play(*name) for name in names))
     finally:
         await hosts.close()
-    faults = [f"row {number + 1}: {told.failure}" for number, told in enumerate(first) if told.failure]
+    faults = [
+        f"row {number + 1}: {transcript.failure}" for number, transcript in enumerate(first) if transcript.failure
+    ]
     for others, when in ((again, "played again"), (elsewhere, "played in another process")):
         faults += [
             f"row {number + 1} is another episode when it is {when}: {difference}; let what is drawn follow from seed"
@@ -128,23 +130,23 @@ async def check_environment(
         ]
     if not faults:
         faults += [
-            f"row {number + 1} is another episode beside others: {difference}; keep what belongs to an episode on self"
-            for (number, _), told in zip(names, beside, strict=True)
-            if (difference := _difference(first[number], told)) is not None
+            f"row {number + 1} is another episode next to others: {difference}; keep what belongs to an episode on self"
+            for (number, _), transcript in zip(names, together, strict=True)
+            if (difference := _difference(first[number], transcript)) is not None
         ]
     return Checked(first, list(dict.fromkeys(faults)), _remarks(first, offer))
 
 
-def _remarks(episodes: Sequence[Told], offer: Offer) -> list[str]:
+def _remarks(episodes: Sequence[Transcript], offer: Offer) -> list[str]:
     longest: dict[str, float] = {}
-    for told in episodes:
-        for method, seconds in told.seconds.items():
+    for transcript in episodes:
+        for method, seconds in transcript.seconds.items():
             longest[method] = max(seconds, longest.get(method, 0.0))
     slow = [f"{method} takes {seconds:.1f} s" for method, seconds in longest.items() if seconds > SLOW_SECONDS]
     return [*([offer.note] if offer.note else []), *slow]
 
 
-def _difference(one: Told, other: Told) -> str | None:
+def _difference(one: Transcript, other: Transcript) -> str | None:
     if one.lines == other.lines:
         return None
     pairs = zip([*one.lines, "nothing"], [*other.lines, "nothing"], strict=False)
@@ -158,18 +160,19 @@ async def act(
     answering: Answering,
     settings: EnvironmentConfig,
     offer: Offer,
-    told: Told,
+    transcript: Transcript,
 ) -> Any:
-    """An episode whose answers ``answering`` gives; what it earned. ``told`` hears of all that the environment says."""
+    """An episode whose answers ``answering`` gives; what it earned. All that the environment says goes to
+    ``transcript``."""
 
     async def call(method: str, *arguments: Any) -> Any:
         before = place.seconds
         found = await place.call(method, *arguments)
-        told.seconds[method] = max(place.seconds - before, told.seconds.get(method, 0.0))
+        transcript.seconds[method] = max(place.seconds - before, transcript.seconds.get(method, 0.0))
         return found
 
     messages = await call("reset", episode.row, episode.seed)
-    told.lines += [f"[{message['role']}] {message['content']}" for message in messages]
+    transcript.lines += [f"[{message['role']}] {message['content']}" for message in messages]
     for turn in range(settings.max_turns):
         message = answering(turn, messages)
         following: list[dict[str, Any]] | None = []
@@ -177,16 +180,16 @@ async def act(
         for asked in message.get("tool_calls", ()):
             name, began = asked["function"]["name"], time.monotonic()
             found = await tools.call(name, asked["function"]["arguments"])
-            told.seconds[name] = max(time.monotonic() - began, told.seconds.get(name, 0.0))
+            transcript.seconds[name] = max(time.monotonic() - began, transcript.seconds.get(name, 0.0))
             following.append({"role": "tool", "name": name, "content": found["text"]})
             is_done = is_done or found["done"]
         if not message.get("tool_calls"):
             following = await call("step", message) if offer.has_step else None
-        told.lines += [f"[{said.get('name', said['role'])}] {said['content']}" for said in following or ()]
+        transcript.lines += [f"[{said.get('name', said['role'])}] {said['content']}" for said in following or ()]
         if is_done or following is None:
             break
         messages = [*messages, message, *following]
     reward = await call("reward")
     await call("close")
-    told.lines.append(f"reward: {json.dumps(reward)}")
+    transcript.lines.append(f"reward: {json.dumps(reward)}")
     return reward

@@ -51,7 +51,7 @@ def test_a_sound_environment_passes_and_its_tools_are_shown(work: Path):
     (work / "env.py").write_text(SUMS)
     code, said = check()
     assert code == 0, said
-    assert "3 rows: the same episode alone, again, in another process and beside others" in said
+    assert "3 rows: the same episode alone, again, in another process and next to others" in said
     assert 'tool: {"name": "add", "description": "Add two numbers."' in said
     assert "[add] 2" in said and "[submit] thanks" in said and 'reward: {"right"' in said
 
@@ -69,7 +69,7 @@ def test_the_tools_are_shown_as_the_models_template_has_them(work: Path, chattin
         (environment(drawn="hash(row['word'])"), "row 1 is another episode when it is played in another process"),
         (
             environment(talk="SEEN.append(1); time.sleep(0.2)", reward="len(SEEN) % 2 if len(SEEN) > 18 else 1"),
-            "beside others",
+            "next to others",
         ),
         (environment(reward="'much'"), "row 1: reward gave 'much' (str); expected a finite number"),
         (environment(talk="1 / 0"), "row 1: step raised ZeroDivisionError: division by zero (line 12 of env.py)"),
