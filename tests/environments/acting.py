@@ -53,6 +53,8 @@ class ActingEngine:
         [self._end] = all_ends(model.folder, self._tokenizer)
         self.asked: Counter[str] = Counter()
         """Requests by key."""
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        """Token ids of the last answer to each prompt."""
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         waiting = iter(requests)
@@ -64,6 +66,7 @@ class ActingEngine:
                 ids = [*self._tokenizer.encode(text), self._end]
                 is_cut = len(ids) > request.params.max_tokens
                 ids = ids[: request.params.max_tokens]
+                self.answers[tuple(request.prompt_token_ids)] = ids
                 said = self._tokenizer.decode(ids if is_cut else ids[:-1])
                 yield Completion(request.key, ids, [-0.5] * len(ids), said, "length" if is_cut else "stop")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout_core.inference.backend import ModelRef
 from rollout_core.models.pretrained import load_tokenizer
-from tests.environments.acting import Scene, called
+from tests.environments.acting import TEMPLATE, Scene, called
 
 SUMS = '''
 from rollout_core.environments import Done, ToolError
@@ -91,6 +94,35 @@ async def test_what_is_learned_from_is_what_the_engine_wrote_and_nothing_else(sc
         assert tokenizer.decode(between) == f"\ntool: {total}<|endoftext|>\nassistant: "
         assert all(value == -0.5 for start, stop in sample.written for value in sample.logprobs[start:stop])
         assert sample.reward == pytest.approx(0.9)
+
+
+THINKING = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content.split('</think>')[-1] if message.role == 'assistant' else message.content }}",
+)
+"""Drops the thoughts of all turns, as some templates do."""
+
+
+async def test_what_500_episodes_give_the_learner_is_what_the_engine_wrote_byte_for_byte(
+    scene: Scene, chatting: ModelRef, tmp_path: Path
+):
+    folder = tmp_path / "thinking"
+    shutil.copytree(chatting.folder, folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": THINKING}))
+    scene.model = ModelRef(chatting.content_id, folder)
+    three_turns = TALKING.replace("return None if", "return None if self.turns == 3 or")
+    scene.write(three_turns.replace('"content": "one"', '"content": f"row {row}"'))
+    rows = [{"x": number} for number in range(500)]
+    engine = scene.engine(lambda text, seed: f"<think>{seed % 97} é</think> {seed}")
+    await scene.play(engine, rows, episodes_at_once=500)
+    samples = await scene.samples(rows)
+    assert len(samples) == 500 and len(engine.answers) == 1500
+    for sample in samples:
+        assert sample.written is not None and len(sample.written) == 3
+        for start, stop in sample.written:
+            before = (*sample.prompt_token_ids, *sample.token_ids[:start])
+            assert engine.answers[before] == sample.token_ids[start:stop]
 
 
 async def test_a_model_that_calls_wrongly_is_answered_so_that_it_can_try_again(scene: Scene):

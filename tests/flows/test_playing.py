@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import sqlite3
 import tomllib
@@ -22,8 +23,9 @@ from rollout_core.plans.learner_plan import plan_training
 from rollout_core.runs.evaluations import evaluated_models
 from rollout_core.runs.run_records import RunRecords
 from tests.conftest import PROJECT
-from tests.flows.conftest import objects, wait_for, write_toml
+from tests.flows.conftest import objects, write_toml
 from tests.flows.kills import attempts_after_success
+from tests.store.patience import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -132,6 +134,11 @@ def test_a_policy_learns_in_an_environment_and_again_from_the_cache(prefect_serv
     assert episodes(work) == played
 
 
+def succeeded() -> set[str]:
+    """Episodes and answers that the store has."""
+    return {name for name, status in statuses(database()).items() if status == "succeeded"}
+
+
 RUN = """
 import sys
 from rollout_core.config import TrainGRPOConfig, load_config
@@ -153,29 +160,28 @@ def statuses(database: Path) -> dict[str, str]:
         return {}
 
 
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(20, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)], id="campaign")]
+)
 def test_killed_while_it_plays_it_plays_on_and_comes_to_the_same_checkpoint(
-    prefect_server: str, work: Path, start_process: Any, monkeypatch: pytest.MonkeyPatch
+    prefect_server: str, work: Path, start_process: Any, monkeypatch: pytest.MonkeyPatch, kills: int
 ):
     from flows.train import train_grpo
 
-    (work / "env.py").write_text(ENVIRONMENT.replace("self.most -= 1", "self.most -= 1; import time; time.sleep(0.1)"))
+    (work / "env.py").write_text(ENVIRONMENT.replace("self.most -= 1", "self.most -= 1; time.sleep(0.1)"))
     write_toml(work / "run.toml", document(episodes_at_once=3))
-    ended = set[str]()
-    for wanted in (7, 45):  # in the first iteration, and in the second
+    ended, chance = set[str](), random.Random(kills)
+    for _ in range(kills):
         process = start_process("-c", RUN, cwd=work, stdout=(work / "run.log").open("a"))
-        wait_for(
-            lambda wanted=wanted: list(statuses(database()).values()).count("succeeded") >= wanted,
-            f"{wanted} answers and episodes",
-            process=process,
-        )
+        wanted = len(ended) + chance.randrange(1, 120 // kills)  # of some 70 answers and episodes
+        wait_until(lambda process=process, wanted=wanted: process.poll() is not None or len(succeeded()) >= wanted)
         process.kill()
         process.wait()
-        now = {name for name, status in statuses(database()).items() if status == "succeeded"}
-        assert ended <= now
-        ended = now
+        assert ended <= succeeded()
+        ended = succeeded()
     config = load_config("run.toml", TrainGRPOConfig)
     model = train_grpo(config)["model"]
-    assert not attempts_after_success(os.environ["ROLLOUT_DATABASE"])
+    assert ended <= succeeded() and not attempts_after_success(os.environ["ROLLOUT_DATABASE"])
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{work / 'undisturbed'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{work / 'undisturbed.db'}")
     assert train_grpo(config)["model"] == model
