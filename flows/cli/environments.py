@@ -47,7 +47,8 @@ def env_check(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Exit code 1: an episode failed, or was another one when it was played again or next to others."""
+    """Play three rows with a scripted model; print what differs, leaks, fails or is slow, and the tools. Exit code 1:
+    an episode failed, or was another one when it was played again or next to others."""
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
         chosen = _rows(rows, NUM_ROWS)
@@ -74,7 +75,8 @@ def env_play(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Be the model: a line is an answer, and ``!name {"argument": 1}`` calls a tool."""
+    """Play an episode in the terminal, with yourself as the model. A line is an answer, and ``!name {"argument": 1}``
+    calls a tool."""
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
         chosen = _rows(rows, row)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.environments.hosts import Offer, Place
@@ -63,7 +63,8 @@ async def tools_of_episode(
     if not wanted:
         yield EpisodeTools(offer, place, None)
         return
-    own = Path(tempfile.mkdtemp(dir=folder))
+    own = folder / uuid4().hex
+    own.mkdir()
     try:
         async with Toolbox(resources.tools, own, resources=resources, only=wanted) as toolbox:
             yield EpisodeTools(offer, place, toolbox)
