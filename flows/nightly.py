@@ -98,9 +98,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         rival,
         after,
         config.promotion,
-        guarded=guard_reports(
-            config, getattr(held_out, "judge", None), before, rival, after, suites.reports, after_learning
-        ),
+        guarded=guard_reports(config, held_out.judge, before, rival, after, suites.reports, after_learning),
         divergences=divergences(config, before, rival, after),
         instead_of=seen.served,
         backend=config.backend,

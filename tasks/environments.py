@@ -6,6 +6,7 @@ import orjson
 
 from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.task_rollouts import file_rollouts
+from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
 from rollout_core.config import EngineConfig, SamplingParams, identity
@@ -52,7 +53,9 @@ def enqueue_episodes(
     order of its own, which follows from it. Runs of other ``draws`` have episodes of their own, and so have those of
     another ``limit``, the longest sequence that the engine takes.
     """
-    decides = ["environment", model, source.id, *map(identity, (environment, sampling, backend)), mode, draws, limit]
+    # More attempts at them leave episodes what they are.
+    settings = {name: value for name, value in identity(environment).items() if name != "max_attempts"}
+    decides = ["environment", model, source.id, settings, identity(sampling), identity(backend), mode, draws, limit]
     chosen = {"first": first, "count": count, "rollouts_per_task": episodes_per_row, "seed": seed}
     record = file_rollouts(current_stage().objects, rows, model, decides, **chosen)
     stage_logger().info("%d rows are %d episodes for model %s", record.num_tasks, record.num_rollouts, model.short)
@@ -98,6 +101,8 @@ def play(
         retry_failed=refresh_name() is not None,
     )
     record = run_async(_look_up([episode.rollout_id for episode in asked], episodes.model))
+    if open_ones := record.num_rollouts - sum(record.statuses.get(status, 0) for status in ("succeeded", "failed")):
+        raise Recoverable(f"{open_ones} of {record.num_rollouts} episodes have not ended: something else changed them")
     _show(record, tally, source, label)
     return record
 

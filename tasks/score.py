@@ -187,7 +187,7 @@ def evaluate_episodes(episodes: AgentTasks, played: AgentRollouts, *, label: str
     if failed:
         raise Fatal(
             f"{failed} of {len(outcomes)} held-out episodes failed in every attempt, so that models cannot be compared "
-            "by them; mend the environment, or raise environment.max_attempts"
+            "by them; mend the environment, raise environment.max_attempts, or try them again with run.refresh = true"
         )
     completions, scores, _ = file_episodes(current_stage().objects, played.model, outcomes)
     stage_logger().info("held-out reward of model %s: %.4f", played.model.short, scores.mean)

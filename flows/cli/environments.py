@@ -105,6 +105,13 @@ def _tools(settings: EnvironmentConfig, offer: Offer) -> Iterator[tuple[ToolReso
             resources.close()
 
 
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
 def _rows(path: str, count: int) -> list[dict[str, Any]]:
     """The first ones of a file."""
     stream = read_dataset(JsonlDataset(path=path), TaskRow, base=Path.cwd(), objects=None)
@@ -146,8 +153,12 @@ async def _play(
 
     def answer(turn: int, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         show()
-        said = typer.prompt("you", prompt_suffix="> ")
-        called = _CALL.match(said)
+        while True:
+            said = typer.prompt("you", prompt_suffix="> ")
+            called = _CALL.match(said)
+            if called is None or _is_object(called[2] or "{}"):
+                break
+            typer.echo('expected !name, or !name {"argument": 1} with arguments in JSON')
         if called is None:
             return {"role": "assistant", "content": said}
         function = {"name": called[1], "arguments": called[2] or "{}"}

@@ -54,7 +54,8 @@ class EnvironmentConfig(Settings):
     processes: int = Field(default=1, ge=1)
     """That run environments. Changes speed only."""
     memory_mb: int | None = Field(default=None, ge=64)
-    """Memory of each of these processes, in MiB. Default: three quarters of the machine's."""
+    """Memory of each of these processes, in MiB. Default: three quarters of the machine's. Part of no id: what failed
+    for want of it is played again with ``run.refresh``."""
 
     @model_validator(mode="after")
     def _tools_have_names(self) -> EnvironmentConfig:
@@ -71,8 +72,8 @@ class EnvironmentConfig(Settings):
     def limits(self) -> Limits:
         """For each process."""
         memory = None if self.memory_mb is None else self.memory_mb * 2**20
-        # The process says every second that it is alive; a method that holds all of it up is found out by that.
-        return Limits(seconds=max(START_SECONDS, self.turn_seconds + 10.0), memory_bytes=memory, processes=4096)
+        seconds = max(START_SECONDS, 2 * self.turn_seconds)  # to start in; then it shows every second that it is alive
+        return Limits(seconds=seconds, memory_bytes=memory, processes=4096, output_bytes=2**50)
 
     def cache_identity(self) -> Any:
         """What episodes depend on; the code enters by its content."""

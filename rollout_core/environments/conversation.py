@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.data.turn_ends import all_ends
 from rollout_core.environments.protocol import EnvironmentFailed
 from rollout_core.inference.chat_api import ApiError, BareText
@@ -41,7 +41,7 @@ class Turns:
         """Text and token ids that follow those of an ``answer`` in the conversation: the turn's end, where the answer
         has not written it, ``messages``, and what begins the next answer. Raises EnvironmentFailed as `first` does."""
         text = (await self._encoded(_around(messages))).text
-        _, mark, following = text.rpartition(_MARK)
+        _, mark, following = text.partition(_MARK)
         if not mark:
             raise EnvironmentFailed("the chat template leaves out what the assistant said before; choose another one")
         ids = (await self._encoded(BareText(following))).token_ids
@@ -54,6 +54,8 @@ class Turns:
         try:
             return await self._encoder.encode(self._tokenizer, prompt)
         except ApiError as error:
+            if error.status == 503:  # it lies with this machine
+                raise Recoverable(error.message) from error
             raise EnvironmentFailed(error.message) from error
 
     def close(self) -> None:
@@ -69,7 +71,8 @@ def _around(messages: Sequence[Mapping[str, Any]]) -> Chat:
 def check_turns(tokenizer: Any, tools: Sequence[Mapping[str, Any]], tool_role: str) -> str | None:
     """Whether a chat template can write episodes with these tools: raises ConfigError where it cannot, and returns a
     remark where the model does not see what tools there are."""
-    answers = [{"role": tool_role, "content": "42", "name": "tool", "tool_call_id": "call_0"}] if tools else []
+    calls = [{"role": "tool", "content": "42", "name": "tool", "tool_call_id": f"call_{n}"} for n in range(2)]
+    answers = (calls if tool_role == "tool" else [{"role": "user", "content": "42"}]) if tools else []
     following = [*answers, *([] if answers else [{"role": "user", "content": _QUESTION}])]
     shown, text = render(
         tokenizer, [Chat([{"role": "user", "content": _QUESTION}], True, [dict(tool) for tool in tools]),
@@ -85,7 +88,7 @@ def check_turns(tokenizer: Any, tools: Sequence[Mapping[str, Any]], tool_role: s
     if _MARK not in text:
         raise ConfigError("the chat template leaves out what the assistant said before; choose another one")
     names = [str(tool["function"]["name"]) for tool in tools]
-    if answers and "42" not in text.rpartition(_MARK)[2]:
+    if answers and "42" not in text.partition(_MARK)[2]:
         raise ConfigError(
             f'the chat template leaves out messages of role "{tool_role}", so the model does not see what tools '
             'answer; set tool_role = "user", or choose another template'

@@ -36,12 +36,14 @@ from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Progress, Work, request_of
 from rollout_core.inference.chat_api import Answered, Writer
 from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.ledger import is_gone
 from rollout_core.inference.on_demand import OnDemand
 from rollout_core.models.facts import known_ids, max_positions
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.store import (
     Attempt,
+    AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
     LightningStore,
@@ -65,14 +67,18 @@ log = logging.getLogger(__name__)
 
 EPISODE_KIND = "episode"
 """In the metadata of rollouts that are episodes."""
-PRIMARY = "reward"
-"""Name of the sum of several rewards."""
+REWARD, TOTAL = "reward", "total"
+"""Name of a reward that is one number, and of the sum of several."""
 ENDED = "rollout.episode.ended"
 """Attribute of the reward's span: why the episode ended."""
 TURN = "rollout.episode.turn"
 """Attribute of a turn's spans: its number, from 0."""
+CHUNK = 1_000
+"""Episodes that are looked up at once."""
 MOST_DEATHS = 20
-"""Of processes through which an episode may begin again without being to blame."""
+"""Of processes in which an episode was without being to blame; then it has one of its own."""
+MOST_ALONE = 4
+"""Episodes that have processes of their own at a time."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +143,13 @@ class Player:
         sampling: SamplingParams,
         *,
         worker_id: str,
-        mode: RolloutMode,
+        options: BatchOptions,
         limit: int | None,
     ) -> None:
         self._store, self._demand, self._hosts, self._offer = store, demand, hosts, offer
         self._resources, self._folder = resources, folder
         self._model, self._settings, self._sampling = model, settings, sampling
-        self._worker_id = worker_id
-        self._mode: RolloutMode = mode
+        self._worker_id, self._options = worker_id, options
         tokenizer = load_tokenizer(model.folder)
         self._turns = Turns(model.folder, tokenizer)
         self._known_ids = known_ids(model.folder, tokenizer)
@@ -152,7 +157,7 @@ class Player:
         self._writer = Writer(tokenizer, "model", parses_tools=settings.tool_parser == "hermes")
         limits = [each for each in (limit or max_positions(model.folder), settings.max_tokens) if each is not None]
         self._limit = min(limits, default=None)
-        self._alone = asyncio.Lock()
+        self._alone = asyncio.Semaphore(MOST_ALONE)
         keys = LlmCallAttributes
         self._about = {
             keys.MODEL_ID.value: model.content_id,
@@ -171,13 +176,20 @@ class Player:
 
         async def play(episode: Episode) -> None:
             rollout = standing.get(episode.rollout_id)
-            failures = 0 if rollout is None else await self._failures(rollout, retry_failed)
-            if failures is None or failures >= self._settings.max_attempts:
-                tally.done += 1
-                tally.failed += failures is not None
-                return
-            async with places:
-                await self._play(episode, metadata, rollout is not None, failures, tally)
+            while True:
+                failures = 0 if rollout is None else await self._failures(rollout, retry_failed)
+                if failures is None or failures >= self._settings.max_attempts:
+                    tally.done += 1
+                    tally.failed += failures is not None
+                    return
+                if rollout is not None and await self._is_others(rollout):
+                    await asyncio.sleep(self._options.wait_seconds)
+                else:
+                    async with places:
+                        if await self._play(episode, metadata, rollout is not None, failures, tally):
+                            return
+                # Another worker has it, or took it over.
+                rollout = (await self._standing([episode.rollout_id])).get(episode.rollout_id)
 
         tasks = [asyncio.create_task(play(episode)) for episode in episodes]
         try:
@@ -188,7 +200,22 @@ class Player:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _standing(self, rollout_ids: Sequence[str]) -> dict[str, Rollout]:
-        return {rollout.rollout_id: rollout for rollout in await self._store.query_rollouts(rollout_id_in=rollout_ids)}
+        found: dict[str, Rollout] = {}
+        for start in range(0, len(rollout_ids), CHUNK):
+            rollouts = await self._store.query_rollouts(rollout_id_in=rollout_ids[start : start + CHUNK])
+            found |= {rollout.rollout_id: rollout for rollout in rollouts}
+        return found
+
+    async def _is_others(self, rollout: Rollout) -> bool:
+        """Whether a worker that seems alive is at work on an episode."""
+        if rollout.status not in ("preparing", "running") or not isinstance(rollout, AttemptedRollout):
+            return False
+        attempt = rollout.attempt
+        if attempt.worker_id in (None, self._worker_id) or is_gone(attempt.worker_id):
+            return False
+        worker = await self._store.get_worker_by_id(str(attempt.worker_id))
+        beat = None if worker is None else worker.last_heartbeat_time
+        return max(attempt.start_time, beat or 0.0) >= time.time() - self._options.stale_after_seconds
 
     async def _failures(self, rollout: Rollout, retry_failed: bool) -> int | None:
         """Of attempts at an episode; None where one has succeeded."""
@@ -201,30 +228,35 @@ class Player:
 
     async def _play(
         self, episode: Episode, metadata: Mapping[str, Any], is_known: bool, failures: int, tally: Tally
-    ) -> None:
-        """Attempts, until one succeeds or there may be no more."""
+    ) -> bool:
+        """Attempts, until one succeeds or there may be no more; False where another worker took the episode over."""
         alone = False
         while failures < self._settings.max_attempts:
             attempt = await self._begin(episode, metadata, is_known)
             is_known = True
             played, problem, alone = await self._attempt(episode, attempt, alone)
             if not await self._end(attempt, played, problem):
-                return  # another worker took the episode over
+                return False
             if problem is None:
                 tally.endings[played.ended] += 1
                 break
             failures += 1
             tally.attempts_failed += 1
-            tally.first_failure = tally.first_failure or problem
-            log.warning("attempt %d of episode %s failed: %s", failures, episode.rollout_id[:12], problem)
+            said = f"episode {episode.rollout_id[:12]}, attempt {failures}: {problem}"
+            tally.first_failure = tally.first_failure or said
+            log.warning("%s", said)
         else:
             tally.failed += 1
         tally.done += 1
+        return True
 
     async def _begin(self, episode: Episode, metadata: Mapping[str, Any], is_known: bool) -> Attempt:
         if not is_known:
             request = EnqueueRolloutRequest(
-                input=episode.row, mode=self._mode, metadata=dict(metadata), rollout_id=episode.rollout_id
+                input=episode.row,
+                mode=cast(RolloutMode, self._options.mode),
+                metadata=dict(metadata),
+                rollout_id=episode.rollout_id,
             )
             [attempt] = await self._store.start_first_attempts([request], worker_id=self._worker_id)
             if attempt is not None:
@@ -240,7 +272,8 @@ class Player:
                 async with AsyncExitStack() as stack:
                     if alone:
                         await stack.enter_async_context(self._alone)
-                    place = await stack.enter_async_context(self._hosts.place(episode.rollout_id, alone=alone))
+                    # By the attempt: what an earlier one left behind is another object.
+                    place = await stack.enter_async_context(self._hosts.place(attempt.attempt_id, alone=alone))
                     about = self._offer, place, self._resources, episode.row, self._folder
                     tools = await stack.enter_async_context(tools_of_episode(*about))
                     await self._turn_by_turn(episode, attempt, place, tools, played)
@@ -249,9 +282,9 @@ class Player:
                 return played, str(error), alone
             except HostEnded as error:
                 deaths += 1
-                if alone or deaths > MOST_DEATHS:
+                if alone:
                     return played, str(error), alone
-                alone = error.is_suspect
+                alone = error.is_suspect or deaths >= MOST_DEATHS
 
     # One attempt
 
@@ -265,7 +298,12 @@ class Player:
         ids, text = list(prompt.token_ids), prompt.text
         for number in range(self._settings.max_turns):
             room = self._sampling.max_tokens if self._limit is None else self._limit - len(ids)
-            if room < 1:
+            if room < max(1, self._sampling.min_tokens):
+                if not played.num_turns:
+                    raise EnvironmentFailed(
+                        f"the first messages have {len(ids)} tokens, and an episode may have {self._limit} "
+                        "(environment.max_tokens, or what the engine takes): there is no room for an answer"
+                    )
                 played.ended = "no room"
                 break
             began = time.time()
@@ -289,8 +327,12 @@ class Player:
             played.ended = "max turns"
         is_cut = played.ended != "done"
         reward = 0.0 if is_cut and self._settings.truncated == "zero" else await place.call("reward")
-        await place.call("close")
         played.reward = spans.reward(reward, played.ended)
+        try:
+            await place.call("close")
+        except EnvironmentFailed as error:  # the episode is over, and what it earned is known
+            log.warning("episode %s: %s", episode.rollout_id[:12], error)
+            await place.give_up()
 
     async def _answers(
         self, place: Place, tools: EpisodeTools, message: dict[str, Any], spans: _Spans, number: int
@@ -304,20 +346,23 @@ class Player:
                 name, arguments = call["function"]["name"], call["function"]["arguments"]
                 found = await tools.call(name, arguments)
                 spans.tool(number, began, name, arguments, found)
-                answers.append(self._answered(call, found["text"]))
+                answers.append((call, found["text"]))
                 if found["done"]:
-                    return answers, True
-            return answers, False
+                    return None, True
+            return self._answered(answers), False
         if not self._offer.has_step:
             return None, True
         following = await place.call("step", {**message, "content": message["content"] or ""})
         return following, following is None
 
-    def _answered(self, call: Mapping[str, Any], text: str) -> dict[str, Any]:
-        """What a tool answered, as a message."""
+    def _answered(self, answers: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
+        """What tools answered to calls, as messages: one for each, or one of the user's."""
         if self._settings.tool_role == "user":
-            return {"role": "user", "content": text}
-        return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+            return [{"role": "user", "content": "\n".join(text for _, text in answers)}]
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+            for call, text in answers
+        ]
 
     async def _ask(
         self,
@@ -422,13 +467,11 @@ class _Spans:
         self._add(AGL_OPERATION, attributes, began, found["text"] if found["is_error"] else None)
 
     def reward(self, given: float | Mapping[str, float], ended: str) -> float:
-        """What the episode earned: the sum of several; returns it."""
-        total = sum(given.values()) if isinstance(given, Mapping) else given
-        values = {PRIMARY: total, **({} if not isinstance(given, Mapping) else {
-            name: value for name, value in given.items() if name != PRIMARY
-        })}  # fmt: skip
+        """What the episode earned: the sum of several, which are kept under their names; returns it."""
+        parts = given if isinstance(given, Mapping) else {}
+        total = sum(parts.values()) if parts else cast(float, given)
         attributes: dict[str, Any] = {ENDED: ended}
-        for place, (name, value) in enumerate(values.items()):
+        for place, (name, value) in enumerate([(TOTAL if parts else REWARD, total), *parts.items()]):
             prefix = f"{LightningSpanAttributes.REWARD.value}.{place}."
             attributes[prefix + RewardAttributes.REWARD_NAME.value] = name
             attributes[prefix + RewardAttributes.REWARD_VALUE.value] = value
@@ -482,7 +525,7 @@ async def play_episodes(
         stack.push_async_callback(hosts.close)
         player = Player(
             store, demand, hosts, offer, resources, folder, engine.model, settings, sampling,
-            worker_id=worker_id, mode=cast(RolloutMode, options.mode), limit=limit,
+            worker_id=worker_id, options=options, limit=limit,
         )  # fmt: skip
         stack.callback(player.close)
         await player.play(episodes, {**metadata, "kind": EPISODE_KIND}, tally, retry_failed=retry_failed)

@@ -21,6 +21,7 @@ from rollout_core.base.socket_paths import short_address
 from rollout_core.environments.protocol import (
     Done,
     EnvironmentFailed,
+    clean_text,
     messages_of,
     reward_of,
     tools_of,
@@ -31,6 +32,8 @@ from rollout_core.rewards.call_forms import named_object
 from rollout_core.rewards.user_code import UserCode, importable
 
 BEAT_SECONDS = 1.0
+STEP_SECONDS = 0.25
+"""After which it is seen how much of the time a method itself has had."""
 CLOSING_SECONDS = 5.0
 """For a method that is given up to end, before its thread counts as lost."""
 LINES_OF_TRACEBACK = 6
@@ -91,13 +94,12 @@ def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
 
 @dataclass
 class _Episode:
-    """An object under way."""
+    """An object under way; None while it is made."""
 
-    made: Any
-    tools: dict[str, Callable[..., Any]]
+    made: Any = None
+    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
     running: asyncio.Task[Any] | None = None
-    """The call that is being answered."""
-    is_given_up: bool = field(default=False)
+    """The method that is at work."""
 
 
 class _Host:
@@ -106,13 +108,13 @@ class _Host:
         self._episodes: dict[str, _Episode] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="environment")
         self._lost = 0
-        """Threads whose method was given up and has not ended."""
+        """Methods that were given up and have not ended."""
 
     async def serve(self, socket: str) -> None:
         """Answer what comes over ``socket`` until it is closed."""
         with short_address(Path(socket)) as address:
             reader, writer = await asyncio.open_unix_connection(address)
-        beating = asyncio.create_task(self._beat())
+        beating = asyncio.create_task(self._beat(writer))
         tasks: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -131,69 +133,88 @@ class _Host:
             if self._lost or self._episodes:
                 os._exit(0)  # threads that hang would be waited for
 
-    async def _beat(self) -> None:
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        """Show to the caller, and to what limits this process, that it is not held up."""
         number = 0
         while True:
             self._report(number := number + 1)
+            with suppress(ConnectionError):
+                writer.write(encode_frame({"lost": self._lost}))
+                await writer.drain()
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _answer(self, asked: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
-        began = time.monotonic()
+        answer: dict[str, Any] = {}
         try:
-            answer = {"value": await self._call(asked["episode"], asked["method"], asked["arguments"])}
+            working = asyncio.ensure_future(self._call(asked["episode"], asked["method"], asked["arguments"]))
+            if await self._ends_within(working, asked["seconds"]):
+                answer = {"value": working.result()}
+            else:
+                answer = {"late": True}
+                working.cancel()
         except EnvironmentFailed as error:
             answer = {"error": str(error)}
         except asyncio.CancelledError:
             answer = {"error": "was given up"}
         except BaseException as error:  # noqa: BLE001 - whatever the environment raised, its episode's attempt fails
-            answer = {"error": _told(asked["method"], error)}
-        answer |= {"id": asked["id"], "seconds": time.monotonic() - began, "lost": self._lost}
+            answer = {"error": _raised(asked["method"], error)}
+        answer |= {"id": asked["id"], "lost": self._lost}
         with suppress(ConnectionError):
             try:
                 frame = encode_frame(answer)
             except (TypeError, ValueError, RecursionError) as error:
                 what = f"{asked['method']} gave something that JSON does not know: {error}"
-                frame = encode_frame({"id": asked["id"], "seconds": 0.0, "lost": self._lost, "error": what})
+                frame = encode_frame({"id": asked["id"], "lost": self._lost, "error": what})
             writer.write(frame)
             await writer.drain()
+
+    async def _ends_within(self, working: asyncio.Future[Any], seconds: float) -> bool:
+        """Whether it ends in that time. What another method takes that holds up the whole process does not count."""
+        left = seconds
+        while left > 0 and not working.done():
+            step, began = min(left, STEP_SECONDS), time.monotonic()
+            await asyncio.wait([working], timeout=step)
+            left -= min(time.monotonic() - began, step)
+        return working.done()
 
     async def _call(self, key: str, method: str, arguments: list[Any]) -> Any:
         if method == "give_up":
             return await self._give_up(key)
         if method == "reset":
-            made = await self._run(key, self._make)
-            self._episodes[key] = _Episode(made, tools_of(made))
+            episode = self._episodes[key] = _Episode()
+            made = await self._run(episode, self._make)
+            episode.made, episode.tools = made, tools_of(made)
         episode = self._episodes[key]
         match method:
             case "reset":
-                return messages_of(await self._run(key, episode.made.reset, *arguments), "reset")
+                return messages_of(await self._run(episode, episode.made.reset, *arguments), "reset")
             case "step":
-                return _next(await self._run(key, episode.made.step, *arguments))
+                return _next(await self._run(episode, episode.made.step, *arguments))
             case "reward":
-                return reward_of(await self._run(key, episode.made.reward))
+                return reward_of(await self._run(episode, episode.made.reward))
             case "close":
-                del self._episodes[key]
                 closing = getattr(episode.made, "close", None)
-                return None if closing is None else await self._run(key, closing) and None
+                if closing is not None:
+                    await self._run(episode, closing)
+                del self._episodes[key]
+                return None
             case _:
-                return await self._use_tool(key, episode, method.removeprefix("tool:"), arguments[0])
+                return await self._use_tool(episode, method.removeprefix("tool:"), arguments[0])
 
-    async def _use_tool(self, key: str, episode: _Episode, name: str, arguments: Any) -> dict[str, Any]:
+    async def _use_tool(self, episode: _Episode, name: str, arguments: Any) -> dict[str, Any]:
         """What a tool answers to a model, which may call it wrongly."""
         tool = episode.tools[name]
         try:
-            found = await self._run(key, tool, **checked_arguments(_function(tool), arguments))
+            found = await self._run(episode, tool, **checked_arguments(_function(tool), arguments))
         except ToolError as error:
-            return {"text": str(error), "is_error": True, "done": False}
+            return {"text": clean_text(str(error)), "is_error": True, "done": False}
         is_done = isinstance(found, Done)
-        return {"text": _text(found.text if is_done else found), "is_error": False, "done": is_done}
+        return {"text": clean_text(_text(found.text if is_done else found)), "is_error": False, "done": is_done}
 
-    async def _run(self, key: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _run(self, episode: _Episode, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The outcome of a method, async or not, which may be given up."""
-        task = asyncio.ensure_future(self._outcome(method, *arguments, **named))
-        if (episode := self._episodes.get(key)) is not None:
-            episode.running = task
-        return await task
+        episode.running = asyncio.ensure_future(self._outcome(method, *arguments, **named))
+        return await episode.running
 
     async def _outcome(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if inspect.iscoroutinefunction(method):
@@ -212,15 +233,14 @@ class _Host:
         self._lost -= 1
         working.exception()  # nobody waits for it any more
 
-    async def _give_up(self, key: str) -> int:
-        """Forget an episode, whatever it is at; how many threads are lost."""
+    async def _give_up(self, key: str) -> None:
+        """Forget an episode, whatever it is at."""
         episode = self._episodes.pop(key, None)
         if episode is not None and episode.running is not None and not episode.running.done():
             episode.running.cancel()
             await asyncio.wait([episode.running], timeout=CLOSING_SECONDS)
             if not episode.running.done():  # it does not let itself be cancelled
                 self._lost += 1
-        return self._lost
 
 
 def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +265,7 @@ def _text(found: Any) -> str:
         return str(found)
 
 
-def _told(method: str, error: BaseException) -> str:
+def _raised(method: str, error: BaseException) -> str:
     """What an environment raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)[-LINES_OF_TRACEBACK:]
     own = [frame for frame in frames if "rollout_core/environments" not in frame.filename]

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
-from rollout_core.base.isolation.warden import FRAME_LENGTH, decode_frame, encode_frame, frame_size
+from rollout_core.base.isolation.warden import FRAME_LENGTH, BadFrame, decode_frame, encode_frame, frame_size
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.socket_paths import short_address
 from rollout_core.base.stopping import in_thread
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 HANDLER = "rollout_core.environments.host_process:handle"
 SOCKET = "calls"
+HELD_UP_SECONDS = 10.0
+"""At least, for a method that holds up its whole process, as one that never awaits does, until this is ended."""
 GIVING_UP_SECONDS = 10.0
 """For a process to say that it gave an episode up."""
 
@@ -88,11 +90,16 @@ class _Host:
         self._child = _child(code, settings)
         self._scratch = scratch_folder("environment")
         self._numbers = count()
-        self._open: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
+        self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._connected: asyncio.Future[None] | None = None
+        self._server: asyncio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._reason: str | None = None
         """Why it ended."""
+        self._heard = time.monotonic()
+        """When it last showed that it is not held up."""
+        self._held_up_seconds = max(HELD_UP_SECONDS, settings.turn_seconds)
         self.episodes: set[str] = set()
         self.is_worn = False
         """A method that was given up is still at work there: no more episodes come."""
@@ -129,62 +136,70 @@ class _Host:
             if isinstance(error, Ended):
                 error = ConfigError(f"environment {self._code.path} cannot be loaded: it {error}")
             self._connected.set_exception(error or Recoverable("the environment's process ended as it began"))
-        suspects = {episode for episode, _ in self._open.values()}
-        for episode, answer in self._open.values():
+        for answer in self._open.values():
             if not answer.done():
-                answer.set_exception(HostEnded(str(self._reason), is_suspect=episode in suspects))
+                answer.set_exception(HostEnded(str(self._reason), is_suspect=True))
         self._open.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self._connected is not None
-        self._writer = writer
+        self._writer, self._heard = writer, time.monotonic()
         if not self._connected.done():
             self._connected.set_result(None)
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+        try:
             while True:
                 size = frame_size(await reader.readexactly(FRAME_LENGTH.size))
                 answer = decode_frame(await reader.readexactly(size))
-                self.is_worn = self.is_worn or answer["lost"] > 0
-                _, future = self._open.pop(answer["id"], ("", None))
+                self._heard, self.is_worn = time.monotonic(), self.is_worn or answer["lost"] > 0
+                future = self._open.pop(answer["id"], None) if "id" in answer else None
                 if future is not None and not future.done():
                     future.set_result(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except (BadFrame, LookupError, TypeError) as error:
+            log.warning("the process of environment %s wrote what is no answer: %s", self._code.path, error)
+        # Nothing that is asked there would be answered any more. Most often it has ended, and says why.
+        assert self._watching is not None
+        await asyncio.wait([self._watching], timeout=GIVING_UP_SECONDS)
+        self._child.end()
 
     async def call(self, episode: str, method: str, arguments: list[Any], seconds: float) -> dict[str, Any]:
-        """The answer to a call. Raises EnvironmentFailed where it takes too long, HostEnded."""
+        """The answer to a call, which has so many seconds there. Raises HostEnded, also where the process answers
+        nothing any more."""
         if self._reason is not None:
             raise HostEnded(self._reason, is_suspect=False)
         assert self._writer is not None
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._open[number] = (episode, answer)
+        self._open[number] = answer
+        asked = {"id": number, "episode": episode, "method": method, "arguments": arguments, "seconds": seconds}
+        self._writer.write(encode_frame(asked))
         try:
-            self._writer.write(encode_frame({"id": number, "episode": episode, "method": method,
-                                             "arguments": arguments}))  # fmt: skip
-            async with asyncio.timeout(seconds):
-                return await answer
-        except TimeoutError:
-            raise EnvironmentFailed(f"{method} took longer than {seconds:g} s") from None
+            while not answer.done():
+                await asyncio.wait([answer], timeout=1.0)
+                if not answer.done() and time.monotonic() - self._heard > self._held_up_seconds:
+                    self._child.end()
+                    raise HostEnded(f"was held up for {self._held_up_seconds:g} s by a method", is_suspect=True)
+            return answer.result()
         finally:
             self._open.pop(number, None)
 
     async def give_up(self, episode: str) -> None:
         """Forget an episode, whatever it is at."""
-        try:
-            await self.call(episode, "give_up", [], GIVING_UP_SECONDS)
-        except EnvironmentFailed:
-            self.is_worn = True
-        except HostEnded:
-            pass
+        with suppress(HostEnded):
+            self.is_worn = self.is_worn or "late" in await self.call(episode, "give_up", [], GIVING_UP_SECONDS)
 
     async def close(self) -> None:
         """End it."""
-        with suppress(AttributeError):
+        if self._server is not None:
             self._server.close()
         if self._writer is not None:
             self._writer.close()
-        if not self.has_ended:
+        if self._watching is not None and self._writer is not None and not self.has_ended:
             await asyncio.wait([self._watching], timeout=1.0 if self.is_worn else GIVING_UP_SECONDS)
         self._child.end()
-        await asyncio.wait([self._watching])
+        if self._watching is not None:
+            await asyncio.wait([self._watching])
+            await asyncio.to_thread(self._child.close)
         self._scratch.__exit__(None, None, None)
 
 
@@ -201,19 +216,30 @@ class Place:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What a method gives, see `host_process`. Raises EnvironmentFailed, HostEnded."""
-        if self._seconds_left <= 0:
-            raise EnvironmentFailed(f"the episode took longer than {self.seconds:g} s before {method}")
+        limit = min(self._turn_seconds, self._seconds_left)
+        if limit <= 0:
+            raise EnvironmentFailed(f"the episode's calls took longer than episode_seconds, before {method}")
         began = time.monotonic()
         try:
-            limit = min(self._turn_seconds, self._seconds_left)
             answer = await self._host.call(self._episode, method, list(arguments), limit)
         finally:
-            took = time.monotonic() - began
-            self.seconds += took
-            self._seconds_left -= took
+            self.spend(time.monotonic() - began)
+        if "late" in answer:
+            is_turns = limit == self._turn_seconds
+            which = f"{limit:g} s (turn_seconds)" if is_turns else "what is left of episode_seconds"
+            raise EnvironmentFailed(f"{method} took longer than {which}")
         if "error" in answer:
             raise EnvironmentFailed(answer["error"])
         return answer["value"]
+
+    def spend(self, seconds: float) -> None:
+        """Count what a call of the episode took, wherever it was at work."""
+        self.seconds += seconds
+        self._seconds_left -= seconds
+
+    async def give_up(self) -> None:
+        """Forget the episode, whatever it is at."""
+        await self._host.give_up(self._episode)
 
 
 class Hosts:
@@ -223,8 +249,6 @@ class Hosts:
         self._code, self._settings = code, settings
         self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
-        self.num_ended = 0
-        """Processes that ended though nobody asked them to."""
 
     @asynccontextmanager
     async def place(self, episode: str, *, alone: bool = False) -> AsyncIterator[Place]:
@@ -263,7 +287,6 @@ class Hosts:
     async def _drop(self, host: _Host) -> None:
         if host in self._hosts:
             self._hosts.remove(host)
-        self.num_ended += host.has_ended
         await host.close()
 
     async def close(self) -> None:

@@ -36,6 +36,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from rollout_core.base.errors import Fatal
 
 RESERVED = ("reset", "step", "reward", "close")
@@ -68,7 +70,7 @@ def messages_of(given: Any, what: str) -> list[dict[str, Any]]:
     """Messages as a chat template gets them: a text is one of the user's. Raises EnvironmentFailed for anything else;
     ``what`` gave it, for the message."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": clean_text(given)}]
     listed = [given] if isinstance(given, Mapping) else given
     if not isinstance(listed, list | tuple) or not listed:
         raise EnvironmentFailed(f"{what} gave {_shown(given)}; expected a text, a message or a list of messages")
@@ -76,14 +78,22 @@ def messages_of(given: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, what: str) -> dict[str, Any]:
-    if (
-        not isinstance(message, Mapping)
-        or message.get("role") not in ROLES
-        or not isinstance(message.get("content"), str)
-    ):
+    is_one = isinstance(message, Mapping) and message.get("role") in ROLES
+    if not is_one or not isinstance(message.get("content"), str):
         expected = f"a message with a role ({', '.join(ROLES)}) and a content that is text"
         raise EnvironmentFailed(f"{what} gave {_shown(message)}; expected {expected}")
-    return {str(name): value for name, value in message.items()}
+    found = {str(name): value for name, value in message.items()}
+    found["content"] = clean_text(found["content"])
+    try:
+        orjson.dumps(found)  # as it is stored
+    except TypeError as error:
+        raise EnvironmentFailed(f"{what} gave a message that JSON cannot hold: {error}") from None
+    return found
+
+
+def clean_text(text: str) -> str:
+    """Without lone surrogates, which can be neither stored nor tokenised."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def reward_of(given: Any) -> float | dict[str, float]:
@@ -91,7 +101,9 @@ def reward_of(given: Any) -> float | dict[str, float]:
     if isinstance(given, Mapping):
         if not given:
             raise EnvironmentFailed("reward gave no number: its mapping is empty")
-        return {str(name): _number(value, f"reward {name!r}") for name, value in given.items()}
+        parts = {str(name): _number(value, f"reward {name!r}") for name, value in given.items()}
+        _number(sum(parts.values()), "the sum of what reward gave,")
+        return parts
     return _number(given, "reward")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +42,11 @@ class EpisodeTools:
         if self._toolbox is None or name not in self.names:
             text = f"there is no tool {name!r}; expected {', '.join(self.names)}"
             return {"text": text, "is_error": True, "done": False}
-        found = await self._toolbox.call(name, json.loads(arguments))
+        began = time.monotonic()
+        try:
+            found = await self._toolbox.call(name, json.loads(arguments))
+        finally:
+            self._place.spend(time.monotonic() - began)
         return {"text": found.text, "is_error": found.is_error, "done": False}
 
 

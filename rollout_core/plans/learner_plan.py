@@ -401,7 +401,7 @@ class LearnerPlan(Plan):
         names = [tool["function"]["name"] for tool in tools]
         shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
         found = self.check(f"{what}.tools", lambda: code.id(config, self.base))
-        self.facts["environment"] = f"{config.path} ({'' if found is None else found.short}), {shown}"
+        self.facts[what] = f"{config.path} ({'' if found is None else found.short}), {shown}"
         remarks = [offer.note] if offer.note else []
         if self.has_chat_template is False:
             self.violations.append(
@@ -412,7 +412,7 @@ class LearnerPlan(Plan):
             remark = self.check(what, lambda: check_turns(self.load_tokenizer(), tools, config.tool_role))
             remarks += [remark] if remark else []
         if remarks:
-            self.facts["environment, to look at"] = "; ".join(remarks)
+            self.facts[f"{what}, to look at"] = "; ".join(remarks)
 
     def episodes(
         self, what: str, settings: OnPolicySettings, environment: EnvironmentConfig, backend: EngineConfig
@@ -422,7 +422,8 @@ class LearnerPlan(Plan):
         self.environment("environment", environment)
         self.sampling(f"{what}.sampling", settings.sampling, backend)
         self.learner(what, settings)
-        longest = environment.max_tokens or context_limit(backend) or self.max_positions or 0
+        limits = (environment.max_tokens, context_limit(backend) or self.max_positions)
+        longest = min((limit for limit in limits if limit is not None), default=0)
         self.resources(
             what,
             settings.family,

@@ -22,7 +22,7 @@ from rollout_core.data.samples import Completion
 from rollout_core.data.turn_ends import all_ends
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode, Tally, play_episodes
-from rollout_core.environments.hosts import look_at
+from rollout_core.environments.hosts import Offer, look_at
 from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Work
 from rollout_core.inference.lanes import Lanes
@@ -115,9 +115,12 @@ class Scene:
         group: int = 1,
         sampling: SamplingParams = PARAMS,
         retry_failed: bool = False,
+        worker: str = "w",
+        looked_at: bool = True,
         **settings: Any,
     ) -> Tally:
-        """What came of episodes of these rows, ``group`` of each."""
+        """What came of episodes of these rows, ``group`` of each. Unless it is ``looked_at``, no object is made before,
+        and the environment has a step and no tools."""
         environment = EnvironmentConfig(path="env.py:Env", **settings)
         code = EnvironmentCode.read(environment.path, self.folder)
         async with SqlLightningStore.from_url(self.database) as store:
@@ -127,7 +130,7 @@ class Scene:
                 Engine(self.model, backend),  # type: ignore[arg-type]
                 code,
                 environment,
-                look_at(code, environment),
+                look_at(code, environment) if looked_at else Offer([], True),
                 sampling,
                 self.episodes(rows, group),
                 metadata={},
@@ -135,7 +138,7 @@ class Scene:
                 limit=None,
                 base=self.folder,
                 index_folder=self.folder / "search",
-                worker_id="w",
+                worker_id=worker,
                 options=BatchOptions(deterministic=False, exclusive=False, generator="g", wait_seconds=0.05),
                 on_progress=lambda progress: None,
             )
@@ -155,6 +158,13 @@ class Scene:
         ids = [episode.rollout_id for episode in self.episodes(rows, group)]
         async with SqlLightningStore.from_url(self.database) as store:
             return ended_rollouts(self.objects, await look_up(store, self.objects, ids, self.model.content_id))
+
+    async def num_failed(self, row: dict[str, Any]) -> int:
+        """Attempts at the first episode of a row that failed."""
+        [episode] = self.episodes([row])
+        async with SqlLightningStore.from_url(self.database) as store:
+            attempts = await store.query_attempts(episode.rollout_id)
+        return sum(attempt.status == "failed" for attempt in attempts)
 
     async def samples(self, rows: Sequence[dict[str, Any]], group: int = 1) -> list[TokenSample]:
         """What is learned from them."""

@@ -172,9 +172,10 @@ class Child:
     def end(self) -> None:
         """Have all of the code's processes end, also those of a call under way in another thread, which then raises
         Interrupted."""
-        if self._process is not None:
+        process = self._process
+        if process is not None and process.popen.poll() is None:
             with contextlib.suppress(OSError):  # it has ended
-                os.write(self._process.pipes.control, END)
+                os.write(process.pipes.control, END)
 
     def _close(self) -> None:
         if self._process is not None:
