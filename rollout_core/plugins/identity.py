@@ -89,6 +89,9 @@ class PluginCode:
         for path in files:  # which `write` follows
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
                 raise ConfigError(f"filed plugin {document['plugin']}: got the path {path!r}; expected one inside it")
+        package = document["package"]
+        if package is not None and not all(part.isidentifier() for part in package.split(".")):
+            raise ConfigError(f"filed plugin {document['plugin']}: got the package {package!r}; expected a dotted name")
         folder = Path(document["folder"])
         manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files, document["package"])
         return cls(manifest, folder, files, frozenset(document["executable"]), document["package"])
@@ -120,8 +123,13 @@ def read_plugin(folder: Path, *, package: str | None = None) -> PluginCode:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Regular files, sorted. Raises ConfigError for a link, whose target may change where nothing sees it."""
-    for place, folders, names in os.walk(folder):
+    """Regular files, sorted. Raises ConfigError for a link, whose target may change where nothing sees it,
+    and for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"plugin folder {error.filename} cannot be read: {error.strerror}") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _MADE_BY_RUNNING)
         for name in [*folders, *names]:
             path = Path(place, name)
