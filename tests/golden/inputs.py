@@ -30,6 +30,13 @@ AGENTS = {
         "@rollout\ndef wording_agent(task: dict, llm: LLM, prompt_template: PromptTemplate) -> float:\n"
         "    return float(prompt_template.format(name=task['name'], field=task['field']) == llm.model)\n"
     ),
+    "examples/environments/lookup.py": (
+        "class Lookup:\n"
+        "    def reset(self, row, seed):\n        return str(row)\n\n"
+        '    def lookup(self, name: str) -> str:\n        """Look up."""\n        return name\n\n'
+        "    def step(self, message):\n        return None\n\n"
+        "    def reward(self):\n        return 1.0\n"
+    ),
     "examples/suites/arithmetic.toml": (
         'name = "arithmetic"\nrows = { path = "data/example/held-out.jsonl" }\nsamples = 2\n'
         'prompt = { text = "{{ prompt }}" }\nsampling = { temperature = 0.7, max_tokens = 8 }\n'

@@ -64,6 +64,7 @@ HELD_OUT = {"name": "sorting", "rows": {"path": "data/example/held-out.jsonl"}, 
 AWAY = {"kind": "endpoint", "url": "http://127.0.0.1:9/v1", "model": "served", "revision": "1"}
 INSPECT = {"kind": "inspect", "name": "theirs", "tasks": ["sorting.py"], "generate_config": {"max_tokens": 8}}
 LM_EVAL = {"kind": "lm_eval", "name": "theirs", "tasks": ["sorting.yaml"]}
+ENVIRONMENT = {"path": "examples/environments/lookup.py:Lookup", "tools": [{"kind": "files"}]}
 FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "eval-tiny, tasks of lm_eval": ("eval-tiny", {"suites": [LM_EVAL]}),
     "eval-tiny, tasks of inspect_ai": ("eval-tiny", {"suites": [INSPECT]}),
@@ -136,6 +137,10 @@ FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "sft-tiny",
         {"algorithm.distillation": {"teacher": {"uri": "data/example/teacher"}}},
     ),
+    "nightly-tiny, in an environment": (
+        "nightly-tiny",
+        {"reward": None, "environment": ENVIRONMENT, "model.uri": "data/agents/model"},
+    ),
     "nightly-tiny, a base in bfloat16": ("nightly-tiny", {"model.uri": "data/example/half"}),
     "nightly-tiny, DPO": ("nightly-tiny", {"ppo": None, "dpo": PAIRS}),
     "nightly-tiny, a reward model is trained": ("nightly-tiny", {"rm": PAIRS}),
@@ -157,7 +162,7 @@ FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 def examples() -> dict[str, Path]:
     """The files, by their names."""
     folder = PROJECT / "examples"
-    files = [*folder.glob("*.toml"), *(folder / "agents").glob("*.toml")]
+    files = [*folder.glob("*.toml"), *(folder / "agents").glob("*.toml"), *(folder / "environments").glob("*.toml")]
     return {file.stem: file for file in sorted(files)} | {"real/nightly": folder / "real" / "nightly.toml"}
 
 
