@@ -15,9 +15,10 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_agent
 from rollout_core.promotion.decision import Promotion, precision_of
-from tasks.agents import close_agents, collect_samples, import_agent
+from tasks.agents import close_agents, import_agent
 from tasks.approval import reason_of
 from tasks.checkpoints import file_state, in_base_precision
+from tasks.collect import collect_samples
 from tasks.imports import import_model, import_tasks
 from tasks.promotion import latest_model, promote
 from tasks.runtime.agent_report import report_training

@@ -14,7 +14,8 @@ from rollout_core.config import LearnOnlineConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import AgentRollouts, Checkpoint
 from rollout_core.plans.agent_plan import plan_online
-from tasks.agents import close_agents, collect_samples, import_agent
+from tasks.agents import close_agents, import_agent
+from tasks.collect import collect_samples
 from tasks.imports import import_model, import_tasks
 from tasks.online import (
     NOT_HELD_OUT,

@@ -12,7 +12,7 @@ from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.objects.records import AgentRollouts, AgentTasks, EnvironmentSource, EvalReport
 from rollout_core.plans.plan import context_limit
 from rollout_core.store.types import RolloutMode
-from tasks.agents import collect_samples
+from tasks.collect import collect_samples
 from tasks.environments import enqueue_episodes, import_environment, play
 from tasks.score import evaluate_episodes
 

@@ -1,5 +1,4 @@
 from .agents import (
-    collect_samples as collect_samples,
     enqueue_tasks as enqueue_tasks,
     import_agent as import_agent,
     look_up_rollouts as look_up_rollouts,
@@ -7,6 +6,9 @@ from .agents import (
 )
 from .checkpoints import (
     snapshot as snapshot,
+)
+from .collect import (
+    collect_samples as collect_samples,
 )
 from .generate import (
     batch_inference as batch_inference,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_core.agents.adapters.ended import ended_rollouts, look_up
-from rollout_core.agents.adapters.span_samples import adapt_ended
-from rollout_core.agents.adapters.token_sequences import SampleForm
+from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.code import AgentCode
-from rollout_core.agents.session import POLICY, Sessions, Setting
+from rollout_core.agents.session import Sessions, Setting
 from rollout_core.agents.task_rollouts import enqueue, file_rollouts, template_of, what_decides
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
 from rollout_core.config import AgentConfig, EngineConfig, RunnersConfig, SamplingParams
 from rollout_core.inference.backend import ModelRef
-from rollout_core.inference.training_samples import Adapted, Failed, file_experience
-from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Experience
+from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks
 from rollout_core.objects.retention.unstored import local_model
 from rollout_core.store import NamedResources
 from rollout_core.store.types import RolloutMode
+from tasks.collect import collect_samples as collect_samples
 from tasks.runtime import artifacts, connections
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, refresh_name, stage
@@ -140,39 +138,6 @@ def _show_rollouts(record: AgentRollouts, source: AgentSource, label: str) -> No
 def look_up_rollouts(rollout_ids: Sequence[str], model: ContentId, *, label: str = "") -> AgentRollouts:
     """The outcome of stored rollouts, whoever ran them."""
     return run_async(_look_up(rollout_ids, model))
-
-
-@stage(version=3)
-def collect_samples(
-    rollouts: AgentRollouts,
-    *,
-    failed: Failed = "stop",
-    group_size: int = 1,
-    form: SampleForm = "transition",
-    served: str | None = POLICY,
-    label: str = "",
-) -> Experience:
-    """Token-level samples and rewards of rollouts, from the spans they ended with, for `ppo_update` and `grpo_update`:
-    one for each turn of an agent, or with ``form = "trajectory"`` one for turns that continue each other. With
-    ``served`` only calls count that asked for the model of this name. What cannot be learnt from is counted in the
-    result, or with ``failed = "stop"`` an error."""
-    objects = current_stage().objects
-
-    async def adapt() -> Adapted:
-        async with connections.open_store() as store:
-            return await adapt_ended(store, objects, ended_rollouts(objects, rollouts), form=form, model=served)
-
-    adapted = run_async(adapt())
-    experience = file_experience(objects, adapted, failed=failed, group_size=group_size)
-    figures = {
-        "samples": experience.num_samples,
-        "turns, merged or not": adapted.num_turns,
-        "truncated": experience.num_truncated,
-        "mean reward": experience.mean,
-        **{f"left out: {reason}": count for reason, count in experience.left_out.items()},
-    }
-    artifacts.figures("experience", figures, f"Samples of stored rollouts {label}")
-    return experience
 
 
 def close_agents() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rollout_core.agents.adapters.calls import POLICY as POLICY
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.proxy.proxy_server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
@@ -33,8 +34,6 @@ from rollout_core.store import LLM, LightningStore, NamedResources
 
 log = logging.getLogger(__name__)
 
-POLICY = "policy"
-"""The model's name for agents."""
 RESOURCE = "llm"
 _LOOK_SECONDS = 0.2
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.server
 def test_a_stage_collects_what_the_store_holds(prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from prefect import flow
 
-    from tasks.agents import collect_samples, look_up_rollouts
+    from tasks.agents import look_up_rollouts
+    from tasks.collect import collect_samples
     from tasks.runtime import connections
 
     monkeypatch.chdir(tmp_path)

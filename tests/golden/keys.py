@@ -212,7 +212,7 @@ def calls_alone() -> list[str]:
     from rollout_core.base.ids import ContentId
     from rollout_core.config import LearnOnlineConfig, SamplingParams, TrainSFTConfig, load_config
     from rollout_core.objects.records import AgentRollouts, Completions, PromptSet, Scores
-    from tasks.agents import collect_samples
+    from tasks.collect import collect_samples
     from tasks.generate import continue_samples, join_completions
     from tasks.learn import ppo_update, sft_update
     from tasks.runtime.dry_run import DryRun, running_dry

@@ -19,6 +19,8 @@ from typing import Any
 from rollout_core.store import Span
 from rollout_core.store.semconv import LLM_CALL, ChoiceAttributes, LlmCallAttributes
 
+POLICY = "policy"
+"""The model's name for agents."""
 PROXY_SPANS = (LLM_CALL, "raw_gen_ai_request", "litellm_request")
 """Names of spans that proxies write, on machines and clocks of their own."""
 
