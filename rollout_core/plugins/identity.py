@@ -127,6 +127,8 @@ def _paths(folder: Path) -> Iterator[Path]:
     and for a folder that cannot be read."""
 
     def refuse(error: OSError) -> None:
+        if not folder.is_dir():
+            return  # it has no manifest, which is said better
         raise ConfigError(f"plugin folder {error.filename} cannot be read: {error.strerror}") from error
 
     for place, folders, names in os.walk(folder, onerror=refuse):
