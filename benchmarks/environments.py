@@ -85,7 +85,7 @@ class Benchmark:
         self._objects = ObjectStore.from_url(f"file://{folder / 'objects'}")
         self._model = ModelRef(self._objects.put_tree(folder / "model"), folder / "model")
         self._backend = VLLMBackend(max_model_len=1024, max_num_seqs=256)
-        stops = list(range(100, 100 + STOP_TOKENS))
+        stops = tuple(range(100, 100 + STOP_TOKENS))
         self._sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, stop_token_ids=stops)
         self._prompts: list[list[int]] = []
         """Of all turns of the last episodes."""
@@ -149,7 +149,7 @@ class Benchmark:
             vllm.SamplingParams(
                 temperature=1.0,
                 max_tokens=MAX_TOKENS,
-                stop_token_ids=self._sampling.stop_token_ids,
+                stop_token_ids=list(self._sampling.stop_token_ids),
                 seed=number,
                 logprobs=0,
             )
