@@ -233,6 +233,8 @@ class Player:
         alone = False
         while failures < self._settings.max_attempts:
             attempt = await self._begin(episode, metadata, is_known)
+            if attempt is None:
+                return False
             is_known = True
             played, problem, alone = await self._attempt(episode, attempt, alone)
             if not await self._end(attempt, played, problem):
@@ -250,7 +252,8 @@ class Player:
         tally.done += 1
         return True
 
-    async def _begin(self, episode: Episode, metadata: Mapping[str, Any], is_known: bool) -> Attempt:
+    async def _begin(self, episode: Episode, metadata: Mapping[str, Any], is_known: bool) -> Attempt | None:
+        """A new attempt; None where another worker was quicker to begin an episode that was unknown."""
         if not is_known:
             request = EnqueueRolloutRequest(
                 input=episode.row,
@@ -259,8 +262,7 @@ class Player:
                 rollout_id=episode.rollout_id,
             )
             [attempt] = await self._store.start_first_attempts([request], worker_id=self._worker_id)
-            if attempt is not None:
-                return attempt
+            return attempt
         return (await self._store.start_attempt(episode.rollout_id, self._worker_id)).attempt
 
     async def _attempt(self, episode: Episode, attempt: Attempt, alone: bool) -> tuple[Played, str | None, bool]:
