@@ -401,6 +401,8 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
 
     yield start
     for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # While processes of its group live, no other gets its number: one that has it then was started later.
+        if process.poll() is None or not Path(f"/proc/{process.pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -51,7 +51,18 @@ def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
         return _sidecar.shut_down()
     if (reason := _sidecar.ended()) is not None:
         return {"gone": reason}
-    return _sidecar.ask("Call", request["payload"])
+    try:
+        return _sidecar.ask("Call", request["payload"])
+    except _Unread as error:
+        return {"gone": error.reason}
+
+
+class _Unread(Fatal):
+    """The program ended before it had read the request, so the request is not why. ``reason`` says how it ended."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"ended with {reason} before it answered")
 
 
 class _Sidecar:
@@ -141,8 +152,10 @@ class _Sidecar:
                     f"answered with a frame of {size} bytes; {self._answer_bytes} are allowed (limits.answer_bytes)"
                 )
             answered = self._read(size)
-        except OSError:
-            self._raise_ended()
+        except OSError as error:
+            # What the kernel says of a request that nobody reads any more. Its end may have begun before we asked: a
+            # process that is killed needs a moment to be gone.
+            self._raise_ended(is_unread=isinstance(error, BrokenPipeError | ConnectionResetError))
         try:
             answer = json.loads(answered)
         except (ValueError, RecursionError):
@@ -154,7 +167,9 @@ class _Sidecar:
 
     def _refuse_unasked(self) -> None:
         # Not `recv` without waiting: where the socket has a time-out, that waits.
-        if not select.select([self._socket], [], [], 0)[0]:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(0):
             return
         with contextlib.suppress(OSError):
             if self._socket.recv(1, socket.MSG_PEEK):
@@ -169,11 +184,13 @@ class _Sidecar:
             found += read
         return bytes(found)
 
-    def _raise_ended(self) -> NoReturn:
+    def _raise_ended(self, *, is_unread: bool = False) -> NoReturn:
         try:
             code = self._program.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             raise Fatal("closed its socket before it answered") from None
+        if is_unread:
+            raise _Unread(exit_reason(code))
         raise Fatal(f"ended with {exit_reason(code)} before it answered")
 
     def shut_down(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,34 @@ def test_an_end_that_the_machine_may_have_caused_is_worth_another_try(way: str, 
         assert isinstance(told, Interrupted) and (told.reason, told.place) == (reason, 7)
         assert str(told) == f"a child process {reason}"
         assert is_alive(running.call("place")), "the next call has a new process"
+
+
+def test_a_warden_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation_child, "allowed_memory", lambda limits: str(MIB))
+    with child() as running, pytest.raises(Interrupted, match=r"lost the process that watches it \(TypeError: '>' not"):
+        running.call("hang")
+
+
+def test_a_caller_with_more_than_a_thousand_open_files_has_children():
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull, "rb"))
+        with child("echo") as running:
+            assert running.call("yes") == "yes"
+            assert running._process is not None and running._process.pipes.control > 1024
+
+
+def test_the_end_of_a_child_that_was_closed_writes_to_no_other_file(tmp_path: Path):
+    with child("echo") as running:
+        assert running.call(1) == 1
+        process = running._process
+        assert process is not None
+        process.pipes.close()
+        with (tmp_path / "other").open("wb", buffering=0) as other:
+            os.dup2(other.fileno(), process.pipes.control)  # the number is another file's now
+            running.end()
+        os.close(process.pipes.control)
+    assert (tmp_path / "other").read_bytes() == b""
 
 
 def test_a_machine_that_is_too_busy_to_start_a_child_is_worth_another_try(monkeypatch: pytest.MonkeyPatch):

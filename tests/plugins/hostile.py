@@ -9,8 +9,9 @@ import sys
 import time
 
 # The text of a prompt that is an attack, what is done at it.
-HANG, CRASH, KILL, GARBAGE, FLOOD, NO_OBJECT, TWICE, LONG, TEXT, NAN, UNASKED, CLOSE, SAYS = (
-    "hang", "crash", "kill", "garbage", "flood", "no object", "twice", "long", "text", "nan", "unasked", "close", "says"
+HANG, CRASH, KILL, GARBAGE, FLOOD, NO_OBJECT, TWICE, LONG, TEXT, NAN, UNASKED, CLOSE, SAYS, LEAVE = (
+    "hang", "crash", "kill", "garbage", "flood", "no object", "twice", "long", "text", "nan", "unasked", "close",
+    "says", "leave",
 )  # fmt: skip
 
 
@@ -56,6 +57,10 @@ def main() -> None:
                 continue
         connection.sendall(frame(json.dumps({"result": result}).encode()))
         if method == "Shutdown":
+            return
+        if method == "Call" and what == LEAVE:
+            while not connection.recv(1, socket.MSG_PEEK):  # until the next request is there
+                time.sleep(0.01)
             return
         if method == "Call" and what == UNASKED:
             connection.sendall(frame(b'{"result": {"rewards": [5.0]}}'))

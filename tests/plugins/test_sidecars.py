@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,21 @@ def test_a_sidecar_that_was_killed_between_calls_is_started_again_and_costs_noth
     assert judged(reward, "good") == [1.0]
     assert "plugin hostile: it ended with signal SIGKILL between calls, and is started again" in plugin.lines
     assert len(set(plugin.pids)) == 2
+
+
+def test_one_that_ends_while_it_is_asked_and_has_not_read_the_request_is_asked_again_at_no_cost(plugin: Hostile):
+    """As one that is killed just before a call, and is not gone yet."""
+    assert judged(plugin.open(), hostile.LEAVE, "good", "good") == [1.0, 1.0, 1.0]
+    assert "plugin hostile: it ended with exit status 0 between calls, and is started again" in plugin.lines
+    assert len(set(plugin.pids)) == 2
+
+
+def test_a_process_that_has_more_than_a_thousand_files_open_has_plugins_all_the_same(plugin: Hostile):
+    """`select` takes no descriptor above 1023, and those of the pipes are inherited."""
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull, "rb"))
+        assert judged(plugin.open(), "good", hostile.CRASH, "good")[::2] == [1.0, 1.0]
 
 
 def test_one_that_only_fails_is_given_up(plugin: Hostile):

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,8 @@ class Child:
         """Have all of the code's processes end, also those of a call under way in another thread, which then raises
         Interrupted."""
         process = self._process
-        if process is not None and process.popen.poll() is None:
-            with contextlib.suppress(OSError):  # it has ended
-                os.write(process.pipes.control, END)
+        if process is not None:
+            process.pipes.tell(END)
 
     def _close(self) -> None:
         if self._process is not None:
@@ -199,11 +198,22 @@ class _Pipes:
     answers: int
     output: int
     progress: Progress
+    _open: threading.Lock = field(default_factory=threading.Lock)
+    _is_closed: bool = False
+
+    def tell(self, what: bytes) -> None:
+        """Say something to the warden, from any thread: once it is closed, the number may be another file's."""
+        with self._open:
+            if not self._is_closed:
+                with contextlib.suppress(OSError):  # it is gone, which the verdict says
+                    os.write(self.control, what)
 
     def close(self) -> None:
-        for descriptor in (self.control, self.verdict, self.requests, self.answers, self.output):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        with self._open:
+            self._is_closed = True
+            for descriptor in (self.control, self.verdict, self.requests, self.answers, self.output):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
         self.progress.close()
 
 
@@ -220,8 +230,7 @@ def _end(popen: subprocess.Popen[bytes], pipes: _Pipes, owner: int) -> None:
     if os.getpid() != owner:
         return  # a copy of the caller's process ends, such as one that multiprocessing forked
     # It is asked to end: closing the pipe would not do, where another process of ours has a copy of it.
-    with contextlib.suppress(OSError):
-        os.write(pipes.control, END)
+    pipes.tell(END)
     pipes.close()
     try:
         popen.wait(END_SECONDS)
@@ -308,7 +317,7 @@ class _Call:
         """The answer's frame, decoded. Raises Ended and Interrupted."""
         outgoing = memoryview(encode_frame({"request": request}))
         self._pipes.progress.place = STARTING
-        self._tell(BUSY)
+        self._pipes.tell(BUSY)
         try:
             with self._selector:
                 for descriptor in (self._pipes.verdict, self._pipes.answers, self._pipes.output):
@@ -327,12 +336,8 @@ class _Call:
                     self._check_time()
                     raise_if_stopping(STOPPED)
         finally:
-            self._tell(IDLE)
+            self._pipes.tell(IDLE)
             self._output.finish()
-
-    def _tell(self, what: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the verdict says
-            os.write(self._pipes.control, what)
 
     def _write(self, outgoing: memoryview) -> memoryview:
         try:
@@ -398,6 +403,8 @@ class _Call:
         if not verdict_text:
             return self._ended("lost the process that watches it", Interrupted)
         verdict = json.loads(verdict_text)
+        if "fault" in verdict:
+            return self._ended(f"lost the process that watches it ({verdict['fault']})", Interrupted)
         if "processes" in verdict:
             return self._ended(f"had {verdict['processes']} processes at once; {self._limits.processes} are allowed")
         if "memory_bytes" in verdict:

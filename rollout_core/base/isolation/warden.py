@@ -190,6 +190,8 @@ def main() -> None:
     watch = _Watch(options, worker, heard)
     try:
         watch.run()
+    except BaseException as error:  # noqa: BLE001 - its own output has been given up
+        watch.tell(fault=f"{type(error).__name__}: {error}")
     finally:
         # Once it was waited for, its number may be another's.
         process_tree.end_all(warden, None if watch.worker_ended else worker)
@@ -260,8 +262,11 @@ class _Watch:
     def run(self) -> None:
         """Until then; the caller gets the reason where it does not know it."""
         pause = self._interval
+        poll = select.poll()  # not select(): a caller with a thousand open files gives higher numbers than that takes
+        for descriptor in (self._options.control, self._heard):
+            poll.register(descriptor, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._options.control, self._heard], [], [], pause)
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * pause)}
             if self._heard in ready:
                 with contextlib.suppress(BlockingIOError):
                     if signal.SIGTERM in os.read(self._heard, 4096):
@@ -273,11 +278,11 @@ class _Watch:
             status = process_tree.reap().get(self._worker)
             if status is not None:
                 self.worker_ended = True
-                return self._tell(exit_code=os.waitstatus_to_exitcode(status))
+                return self.tell(exit_code=os.waitstatus_to_exitcode(status))
             started = time.monotonic()
             problem = self._problem()
             if problem:
-                return self._tell(**problem)
+                return self.tell(**problem)
             pause = max(self._interval, SHARE * (time.monotonic() - started))
 
     def _hear(self) -> bool:
@@ -300,7 +305,8 @@ class _Watch:
             return {"memory_bytes": used} if used > self._options.memory_bytes else None
         return None
 
-    def _tell(self, **verdict: Any) -> None:
+    def tell(self, **verdict: Any) -> None:
+        """Give the caller the reason of the end."""
         with contextlib.suppress(OSError):
             os.write(self._options.verdict, json.dumps(verdict).encode() + b"\n")
 
