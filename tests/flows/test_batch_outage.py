@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +38,14 @@ class Wire:
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # which ends its thread's wait, too
+        self._server.close()
+        self.cut()
+
     def cut(self) -> None:
         self._is_up = False
         for end in list(self._open):
@@ -49,14 +57,25 @@ class Wire:
 
     def _accept(self) -> None:
         while True:
-            near, _ = self._server.accept()
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
             if not self._is_up:
                 near.close()
                 continue
             far = socket.create_connection(self._target)
             self._open |= {near, far}
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+            threading.Thread(target=self._connect, args=(near, far), daemon=True).start()
+
+    def _connect(self, near: socket.socket, far: socket.socket) -> None:
+        back = threading.Thread(target=self._copy, args=(far, near), daemon=True)
+        back.start()
+        self._copy(near, far)
+        back.join()
+        for end in (near, far):
+            self._open.discard(end)
+            end.close()
 
     def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
@@ -106,8 +125,8 @@ class Batch:
     def num_done(self) -> int:
         """Samples complete."""
         if (self.folder / "rollout.db").exists():
-            with suppress(sqlite3.OperationalError):
-                database = sqlite3.connect(f"file:{self.folder / 'rollout.db'}?mode=ro", uri=True)
+            address = f"file:{self.folder / 'rollout.db'}?mode=ro"
+            with suppress(sqlite3.OperationalError), closing(sqlite3.connect(address, uri=True)) as database:
                 return database.execute("SELECT count(*) FROM rollouts WHERE status = 'succeeded'").fetchone()[0]
         return 0
 
@@ -140,19 +159,19 @@ def test_a_batch_whose_storage_goes_away_fails_and_the_next_run_goes_on(
 ):
     address = urlsplit(s3["endpoint_url"])
     assert address.hostname is not None and address.port is not None
-    wire = Wire((address.hostname, address.port))
-    storage = {
-        "ROLLOUT_STORAGE": f"s3://{BUCKET}/outage",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}",
-        "AWS_ACCESS_KEY_ID": s3["key"],
-        "AWS_SECRET_ACCESS_KEY": s3["secret"],
-        "AWS_MAX_ATTEMPTS": "1",
-        "PREFECT_API_URL": prefect_server,
-    }
-    batch = Batch(tmp_path, tiny_model, storage)
-    done = batch.fail_while(lambda _: wire.cut())
-    wire.mend()
-    batch.finish_after(done)
+    with Wire((address.hostname, address.port)) as wire:
+        storage = {
+            "ROLLOUT_STORAGE": f"s3://{BUCKET}/outage",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}",
+            "AWS_ACCESS_KEY_ID": s3["key"],
+            "AWS_SECRET_ACCESS_KEY": s3["secret"],
+            "AWS_MAX_ATTEMPTS": "1",
+            "PREFECT_API_URL": prefect_server,
+        }
+        batch = Batch(tmp_path, tiny_model, storage)
+        done = batch.fail_while(lambda _: wire.cut())
+        wire.mend()
+        batch.finish_after(done)
 
 
 @pytest.mark.campaign

@@ -26,6 +26,7 @@ FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.p
 """For sessions within a test: those of other packages take two seconds to load."""
 LEAVING = """
 import multiprocessing.resource_tracker, multiprocessing.shared_memory, os, subprocess, sys, tempfile
+kept = []
 def test_process():
     # Nobody's child any more, as what a killed process has started.
     code = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL, stderr=DEVNULL).pid)"
@@ -37,6 +38,8 @@ def test_segment():
     print("segment", segment.name)
 def test_folder():
     tempfile.mkdtemp(prefix="mine-")
+def test_open_files():
+    kept.extend(open(os.devnull) for _ in range(301))
 def test_nothing():
     with tempfile.TemporaryDirectory():
         subprocess.run(["true"])
@@ -62,8 +65,9 @@ def test_what_tests_leave_fails_the_session_by_name(processes: str, tmp_path: Pa
     pid, segment = (done.stdout.split(f"\n{word} ")[1].split()[0] for word in ("left", "segment"))
     Path("/dev/shm", segment).unlink()
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "4 passed" in done.stdout and "things are left by tests" in done.stdout
+    assert "5 passed" in done.stdout and "things are left by tests" in done.stdout
     assert "(sleep 600) of test_own.py::test_process" in done.stdout
+    assert "301 open files and sockets, after test_own.py::test_open_files" in done.stdout
     assert "/mine-" in done.stdout and "first seen after test_own.py::test_folder" in done.stdout
     assert "1 segments of shared memory are left by tests" in done.stderr
     assert f"/dev/shm/{segment}, first seen after test_own.py::test_" in done.stderr

@@ -40,6 +40,8 @@ KEPT = (
 """Modules of which each keeps a child for the next question, which ends with this process; so do rewards."""
 SEGMENTS = "psm_*"
 """Names of segments of shared memory, as Python makes them. A session within a test looks for its own alone."""
+MOST_FILES = 300
+"""That a test may leave open, as a server for all may. With a thousand, libraries that use `select` begin to fail."""
 GRACE_SECONDS = 120.0
 """In which processes that were told to end may do so."""
 
@@ -90,12 +92,18 @@ class Leftovers:
         self._test_of: dict[Path, str] = {}
         """Of each new path the test after which it was first seen. Other processes make segments at the same time."""
         self._test = ""
+        self._open: list[str] = []
+        """A line for each test that left too many files open."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._test = item.nodeid
+        self._test, before = item.nodeid, _num_open_files()
         result = yield
         self._look()
+        if _num_open_files() > before + MOST_FILES:
+            gc.collect()
+            if (more := _num_open_files() - before) > MOST_FILES:
+                self._open.append(f"{more} open files and sockets, after {item.nodeid}")
         return result
 
     def _look(self) -> None:
@@ -115,7 +123,9 @@ class Leftovers:
         # What killed processes leave for the next one to remove.
         sweep(self._folder, f"{SCRATCH_PREFIX}*")
         deadline = time.monotonic() + GRACE_SECONDS
-        while (lines := [*self._processes(), *self._files()]) and time.monotonic() < deadline:
+        while (lines := [*self._open, *self._processes(), *self._files()])[
+            len(self._open) :
+        ] and time.monotonic() < deadline:
             time.sleep(0.2)
         for process in self._started():
             with suppress(psutil.NoSuchProcess):
@@ -124,7 +134,7 @@ class Leftovers:
             for path, test in self._test_of.items():
                 if path.parent == SHARED_MEMORY:
                     file.write(f"{path}\t{test}\n")
-        return lines
+        return [*self._open, *lines]
 
     def segments(self) -> list[str]:
         """A line for each segment of shared memory that the session has left; comes when its processes have ended."""
@@ -199,3 +209,7 @@ def _is_expected(process: psutil.Process) -> bool:
         return helps or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def _num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
