@@ -23,6 +23,10 @@ add_commands(
             "deployments.cli.worker:worker",
             "Take runs of a pool until SIGTERM, Ctrl-C or a spot notice, and then drain.",
         ),
+        "certificates": (
+            "deployments.cli.certificates:certificates",
+            "Issue certificates for machines, by an authority of one's own.",
+        ),
         "metrics": (
             "deployments.cli.metrics:metrics",
             "Serve figures to Prometheus until Ctrl-C: pipeline and store, and learners and engines from "

@@ -26,10 +26,18 @@ def store_serve(
         list[str] | None, typer.Option("--cors-allow-origin", help="Origin of web pages to let in; *: all. Repeatable.")
     ] = None,
     pages: Annotated[bool, typer.Option("--ui/--no-ui", help="Whether there are pages below /ui.")] = True,
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Over HTTPS, and only for clients with a certificate of the authority ROLLOUT_TLS_CA; the server's is "
+            "ROLLOUT_TLS_CERTIFICATE with ROLLOUT_TLS_KEY.",
+        ),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Serve a store over HTTP, and below /ui the pages of `rollout ui`, until SIGTERM or Ctrl-C."""
     with one_line_errors(debug):
         origins = tuple(cors_allow_origin or ())
-        settings = ServeSettings(database, host, port, workers, api_key_env, origins, PAGES if pages else None)
+        settings = ServeSettings(database, host, port, workers, api_key_env, origins, PAGES if pages else None, tls)
         serve(settings, typer.echo)

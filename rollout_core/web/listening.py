@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.loops import end_waits
+from rollout_core.web.certificates import TLSFiles
 from rollout_core.web.http_errors import Forbidden, TooLarge, TooSlow, Unauthorized
 from rollout_core.web.replies import error_reply
 
@@ -197,14 +198,16 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
     """The address by which clients on this machine reach a server that listens there."""
     reachable = {"0.0.0.0": DEFAULT_HOST, "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
-def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1) -> uvicorn.Config:
-    """uvicorn's settings for a store. The listening socket is made by ``listen``."""
+def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1, tls: TLSFiles | None = None) -> uvicorn.Config:
+    """uvicorn's settings for a store. The listening socket is made by ``listen``. Raises ConfigError where the files of
+    ``tls`` are of no use."""
     return uvicorn.Config(
         app,
         factory=factory,
@@ -220,6 +223,7 @@ def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1) -> uvic
         backlog=BACKLOG,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
+        **({} if tls is None else tls.server_options()),
     )
 
 
@@ -352,7 +356,7 @@ class Gate:
         return None
 
     def _is_allowed(self, origin: bytes, hosts: Sequence[bytes]) -> bool:
-        is_own = any(origin == b"http://" + host.lower() for host in hosts)
+        is_own = any(origin in (b"http://" + host.lower(), b"https://" + host.lower()) for host in hosts)
         return is_own or origin in self._allowed_origins or b"*" in self._allowed_origins
 
 

@@ -39,6 +39,7 @@ from rollout_core.store.types import (
     as_model,
     enqueue_request,
 )
+from rollout_core.web.certificates import TLSFiles
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,9 @@ class LightningStoreClient(LightningStore):
 
     ``retry_delays`` are the waits before each further try of a request that got no answer, ``health_retry_delays``
     those between looks at whether the server is well again; ``request_timeout`` and ``connection_timeout`` bound each
-    try. All in seconds. ``api_key`` is what the server was started with.
+    try. All in seconds. ``api_key`` is what the server was started with. ``tls`` are the files by which client and
+    server know each other; default: with https those that the environment names, and with none there the authorities
+    that this machine trusts.
 
     What a call raises on the server it raises here. When no try was answered, calls raise Recoverable, but for those
     of which the contract says that they yield nothing then: dequeues an empty list or None, and gets None, with an
@@ -156,13 +159,17 @@ class LightningStoreClient(LightningStore):
         request_timeout: float = 30.0,
         connection_timeout: float = 5.0,
         api_key: str | None = None,
+        tls: TLSFiles | None = None,
     ) -> None:
+        if tls is None and server_address.lower().startswith("https:"):
+            tls = TLSFiles.from_environment()
         self._settings = {
             "retry_delays": tuple(retry_delays),
             "health_retry_delays": tuple(health_retry_delays),
             "request_timeout": request_timeout,
             "connection_timeout": connection_timeout,
             "api_key": api_key,
+            "tls": tls,
         }
         self.server_address_root = server_address.rstrip("/").removesuffix(wire.PREFIX)
         self.server_address = self.server_address_root + wire.PREFIX

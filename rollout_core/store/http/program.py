@@ -26,6 +26,7 @@ from rollout_core.store.contract import LightningStore
 from rollout_core.store.http.app import AppSettings, create_app, serving
 from rollout_core.store.http.server_metrics import MULTIPROCESS_FOLDER
 from rollout_core.store.sql.sql_store import SqlLightningStore
+from rollout_core.web.certificates import AUTHORITY, CERTIFICATE, KEY, TLSFiles
 from rollout_core.web.listening import MainServer, listen, require_key, url_of, uvicorn_config
 
 PAGES_PATH = "/ui"
@@ -140,6 +141,20 @@ class ServeSettings:
     cors_allow_origins: Sequence[str] = ()
     pages: str | None = None
     """``module:function`` of what makes, of the store and the key, an application for all below `PAGES_PATH`."""
+    tls: bool = False
+    """Over HTTPS, with the files that the environment names, and only for clients of the same authority."""
+
+    def tls_files(self) -> TLSFiles | None:
+        """Of this machine, where they are needed. Raises ConfigError if the environment names none."""
+        if not self.tls:
+            return None
+        files = TLSFiles.from_environment()
+        if files is None:
+            raise ConfigError(
+                f"--tls needs {AUTHORITY}, {CERTIFICATE} and {KEY} in the environment; "
+                "`rollout ops certificates` issues such files"
+            )
+        return files
 
     def app_settings(self) -> AppSettings:
         """The application's part, the key included. Raises ConfigError if the key's variable is not set."""
@@ -161,33 +176,38 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     """
     if settings.workers < 1:
         raise ConfigError(f"workers is {settings.workers}; expected 1 or more")
-    app_settings = settings.app_settings()
+    app_settings, tls = settings.app_settings(), settings.tls_files()
+    if tls is not None:
+        tls.server_options()  # before anything listens, as the database
     # Opened before anything listens, so that a bad database is an error here and not in a worker.
     store = SqlLightningStore.from_url(settings.database)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     listener = listen(settings.host, settings.port)
-    address = url_of(settings.host, listener.getsockname()[1])
+    address = url_of(settings.host, listener.getsockname()[1], tls=settings.tls)
+    if tls is not None and (warning := tls.warning()) is not None:
+        logger.warning(warning)
     if settings.workers == 1:
         app = with_pages(create_app(store, app_settings, lifespan=lambda _: serving(store)), store, settings)
-        MainServer(uvicorn_config(app), lambda: announce(f"serving at {address}")).run(sockets=[listener])
+        MainServer(uvicorn_config(app, tls=tls), lambda: announce(f"serving at {address}")).run(sockets=[listener])
         return
     asyncio.run(store.close())  # each worker opens its own
     with scratch_folder("store-metrics") as folder:
         os.environ[MULTIPROCESS_FOLDER] = str(folder)
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
-        _supervise(settings.workers, listener, address, announce)
+        _supervise(settings, listener, address, announce)
 
 
-def _supervise(workers: int, listener: socket.socket, address: str, announce: Callable[[str], None]) -> None:
-    announce(f"starting {workers} worker processes ...")
+def _supervise(settings: ServeSettings, listener: socket.socket, address: str, announce: Callable[[str], None]) -> None:
+    announce(f"starting {settings.workers} worker processes ...")
     began = time.monotonic()
 
     def on_serving() -> None:
         announce(f"ready in {time.monotonic() - began:.1f} s")
         announce(f"serving at {address}")
 
-    config = uvicorn_config(f"{__name__}:create_worker_app", factory=True, workers=workers)
+    app = f"{__name__}:create_worker_app"
+    config = uvicorn_config(app, factory=True, workers=settings.workers, tls=settings.tls_files())
     Supervisor(config, [listener], on_serving).run()
 
 

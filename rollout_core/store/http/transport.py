@@ -25,6 +25,7 @@ from yarl import URL
 from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
 from rollout_core.base.settings import without_password
 from rollout_core.store.http import wire
+from rollout_core.web.certificates import AUTHORITY, TLSFiles
 from rollout_core.web.http_errors import FromBetween, error_from
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class TransportSettings:
     request_timeout: float = 30.0
     connection_timeout: float = 5.0
     api_key: str | None = None
+    tls: TLSFiles | None = None
+    """By which both ends know each other; only with https."""
 
     def __repr__(self) -> str:
         # Settings end up in logs and tracebacks; the key must not.
@@ -65,6 +68,10 @@ class TransportSettings:
         parts = urlsplit(self.server_address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"server address is {without_password(self.server_address)!r}; expected http://host:port")
+        if self.tls is not None and parts.scheme != "https":
+            raise ConfigError(
+                f"server address is {without_password(self.server_address)!r}; with certificates it is https://host:port"
+            )
 
 
 class _Key:
@@ -125,6 +132,7 @@ class Transport:
         self._headers = {"content-type": wire.JSON}
         if settings.api_key is not None:
             self._headers["authorization"] = f"Bearer {settings.api_key}"
+        self._tls = None if settings.tls is None else settings.tls.client_context()
         self._timeout = aiohttp.ClientTimeout(total=settings.request_timeout, sock_connect=settings.connection_timeout)
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
@@ -170,7 +178,8 @@ class Transport:
     async def send(self, method: str, path: str, data: bytes | None, repeat: Repeat, key: _Key | None = None) -> Reply:
         """Send a request until it is answered or the tries are used up.
 
-        Raises the error that the server answers, and Recoverable if it does not answer.
+        Raises the error that the server answers, Recoverable if it does not answer, and ConfigError if its certificate
+        is none to trust.
         """
         key = key or _Key()
         delays = iter(self.settings.retry_delays)
@@ -191,9 +200,10 @@ class Transport:
                     failure = failure.cause
                 if isinstance(failure, Recoverable):
                     raise failure
-                raise Recoverable(
-                    f"{method} {path}: no answer from {self._base} ({failure}); it is not running or cannot be reached"
-                ) from failure
+                why = "it is not running or cannot be reached"
+                if self._base.startswith("https:"):
+                    why = "it is not running, cannot be reached, or takes no client with this machine's certificate"
+                raise Recoverable(f"{method} {path}: no answer from {self._base} ({failure}); {why}") from failure
             logger.info("%s %s is sent again: %s", method, path, failure)
 
     async def _wait_until_healthy(self, delays: Iterator[float]) -> bool:
@@ -216,6 +226,12 @@ class Transport:
                 body = await response.read()
                 status = response.status
                 reply_headers = response.headers
+        except aiohttp.ClientConnectorCertificateError as error:
+            authority = self.settings.tls.authority if self.settings.tls else f"in {AUTHORITY}"
+            raise ConfigError(
+                f"the certificate of {self._base} is refused: {error.certificate_error}; expected one of the authority "
+                f"{authority}, for this name, and valid now"
+            ) from error
         except aiohttp.ClientConnectorError as error:
             raise _NoAnswer(error, sent=False) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -234,7 +250,9 @@ class Transport:
         session = self._sessions.get(loop)
         if session is None or session.closed:
             session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30.0),
+                connector=aiohttp.TCPConnector(
+                    limit=MAX_CONNECTIONS, keepalive_timeout=30.0, ssl=True if self._tls is None else self._tls
+                ),
                 timeout=self._timeout,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
