@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from deployments.supervision import Outages, work, worker_name
 from rollout_core.base.errors import RolloutError
+from rollout_core.base.logs import require_form, say
 from tasks.runtime.prefect_server import PREFECT_HOME, keep_server, prefect_server
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=4200, help="of the server, when this starts one")
     parser.add_argument("--config", type=Path, help="what the nightly run and the canary run by, a TOML file")
     arguments = parser.parse_args()
+    require_form()
     is_configured = bool(os.environ.get("PREFECT_API_URL"))
     with prefect_server(PREFECT_HOME, port=arguments.port, say=_say) as address:
         _say("deploying what prefect.yaml lists ...")
@@ -61,8 +63,7 @@ def _work(pool: str, own_server: str | None) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"serve: {line}\n")
-    sys.stderr.flush()
+    say(line, name="serve")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, Proc
 
 from deployments.supervision import give_back, runs_of
 from rollout_core.base.collector import collect_seldom
+from rollout_core.base.logs import require_form
 from tasks.runtime import prefect_logs
 
 if TYPE_CHECKING:
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--limit", type=int)
     arguments = parser.parse_args()
+    require_form()
     prefect_logs.shorten()
     worker = DrainingWorker(
         name=arguments.name,

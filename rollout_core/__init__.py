@@ -4,6 +4,8 @@ Nothing here imports Prefect. Heavy libraries (torch, vllm, transformers) are im
 them, so importing this package, or any module of plain data in it, costs little.
 """
 
+import os
+
 from rollout_core.base import moved
 
 moved.alias(
@@ -72,3 +74,9 @@ moved.alias(
 __version__ = "0.2.0"
 DISTRIBUTION = "rollout-post-training"
 """What pip calls this project; `rollout` there is somebody else's."""
+
+if os.environ.get("ROLLOUT_LOG"):
+    # Every process of this project imports this package, whoever started it.
+    from rollout_core.base.logs import take_form
+
+    take_form()

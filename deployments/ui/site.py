@@ -17,6 +17,7 @@ from deployments.ui import model_pages, rollout_pages, run_pages, sample_pages, 
 from deployments.ui.auth import guarded
 from deployments.ui.pages import Pages, Sources, create_app
 from rollout_core.base.errors import RolloutError
+from rollout_core.base.logs import configure
 from rollout_core.objects import ObjectStore
 from rollout_core.runs.browsing import SampleBrowser
 from rollout_core.runs.run_records import RunRecords
@@ -45,7 +46,7 @@ def serve_ui(
     """
     require_key(host, api_key)
     store = None if database is None else SqlLightningStore.from_url(database)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure(logging.WARNING, "%(asctime)s %(name)s %(levelname)s %(message)s")
     listener = listen(host, port)
     address = url_of(host, listener.getsockname()[1])
 

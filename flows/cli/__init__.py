@@ -14,6 +14,8 @@ import typer
 from flows.cli.completion import answer_shells
 from flows.cli.lazy import add_commands
 from rollout_core import __version__
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.logs import require_form
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -275,4 +277,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     answer_shells()
+    try:
+        require_form()
+    except ConfigError as error:
+        sys.stderr.write(f"rollout: {error}\n")
+        sys.exit(2)
     app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
+from rollout_core.base.logs import say
 from rollout_core.base.processes import in_environment
 from rollout_core.base.settings import PLUGINS, plugin_paths
 
@@ -50,8 +52,9 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         yield
     except RolloutError as error:
         if debug:
-            traceback.print_exc()
-        sys.stderr.writelines(f"rollout: {line}\n" for line in str(error).splitlines())
+            sys.stderr.write(traceback.format_exc())
+        for line in str(error).splitlines():
+            say(line, logging.ERROR)
         bad_input = isinstance(error, ConfigError | NotFound)
         raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -25,6 +24,7 @@ from rollout_core.agents.handover import unpacked
 from rollout_core.base import process_tree
 from rollout_core.base.collector import collect_seldom
 from rollout_core.base.errors import ConfigError, in_words
+from rollout_core.base.logs import configure
 
 GIVEN_UP = 75
 """Exit code of a runner that says that to start it again would not help."""
@@ -113,7 +113,7 @@ def _serve(connection: Connection, parent: int, runners: dict[int, _Runner]) -> 
     begin = receive(connection)
     work = connection.recv_bytes()
     if begin["logging"] is not None:
-        logging.basicConfig(**begin["logging"])
+        configure(**begin["logging"])
     for module in begin["imports"]:
         with contextlib.suppress(ImportError):  # a runner that needs it says so
             importlib.import_module(module)

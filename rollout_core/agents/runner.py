@@ -31,6 +31,7 @@ from rollout_core.agents.lit_agent import CURRENT_RUNNER, LitAgent
 from rollout_core.agents.proxy.call_delivery import flush_proxies, look_for_proxies
 from rollout_core.agents.tracing import Trace, Tracer
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
+from rollout_core.base.logs import about
 from rollout_core.store import (
     Attempt,
     AttemptedRollout,
@@ -335,6 +336,10 @@ class LitAgentRunner(Runner[Task]):
         """Run one attempt to its end in the store; what made it fail, None if it succeeded or was taken over.
         ``found``: its resources, where they are at hand."""
         CURRENT_RUNNER.set(self)
+        with about(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id):
+            return await self._run_attempt(rollout, found)
+
+    async def _run_attempt(self, rollout: AttemptedRollout, found: ResourcesUpdate | None) -> Exception | None:
         hooks, who = self._hooks, {"agent": self.get_agent(), "runner": self, "rollout": rollout}
         outcome = _Outcome()
         try:

@@ -22,6 +22,7 @@ from rollout_core.agents.handover import packed
 from rollout_core.agents.nursery import ENDED, GIVEN_UP, MISCONFIGURED, receive, send
 from rollout_core.base import process_tree
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.logs import is_json
 from rollout_core.base.processes import exit_reason, signal_name
 
 logger = logging.getLogger(__name__)
@@ -259,6 +260,8 @@ def _logging() -> dict[str, Any] | None:
     """What of this program's logging its runners do alike: the level and form of the root logger's lines, to stderr.
     None: it has configured none."""
     root = logging.getLogger()
+    if is_json():
+        return {"level": root.level}
     streams = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
     if not streams:
         return None
@@ -269,4 +272,4 @@ def _logging() -> dict[str, Any] | None:
         formatter.format(logging.makeLogRecord({}))
     except Exception:  # noqa: BLE001 - of fields that only this program's filters add
         return {"level": root.level}
-    return {"level": root.level, "format": formatter._fmt, "datefmt": formatter.datefmt}
+    return {"level": root.level, "text_format": formatter._fmt, "datefmt": formatter.datefmt}

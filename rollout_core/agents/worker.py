@@ -23,6 +23,7 @@ from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.runner_processes import RunnerProcesses
 from rollout_core.base.errors import ConfigError, RolloutError
+from rollout_core.base.logs import configure
 from rollout_core.base.processes import ProcessName
 from rollout_core.store import LightningStore, LightningStoreClient
 from rollout_core.store.resources import ClaimedTask
@@ -166,7 +167,7 @@ def processes_for(order: WorkOrder, numbers: Sequence[int], **options: Any) -> R
 
 def _carry_out(order: WorkOrder, number: int, url: str, is_ready: Callable[[], None]) -> None:
     """A process of runners, from start to end."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     running.owns_process = True
     code = AgentCode.from_document(order.code)
     try:

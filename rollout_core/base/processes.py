@@ -20,6 +20,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from rollout_core.base.determinism import machine_memory
+from rollout_core.base.logs import FORM
 from rollout_core.base.secret_sources import SECRET_PREFIX
 from rollout_core.base.settings import SECRET_LIST, allowed_secrets
 
@@ -187,9 +188,9 @@ def child_environment() -> dict[str, str]:
 
     A variable is left out where its name says that it holds a secret (``..._KEY``, ``..._TOKEN``,
     ``...PASSWORD...`` and so on), where its value is an address with a password, and where it is a setting of this
-    project or of Prefect, which lead to storage and database. What the code needs of these, such as the key of a
-    judge's endpoint, the owner of the worker puts on the list of secrets: with ``ROLLOUT_SECRETS=OPENAI_API_KEY``
-    both ``OPENAI_API_KEY`` and ``ROLLOUT_SECRET_OPENAI_API_KEY`` are passed on.
+    project or of Prefect, which lead to storage and database (the form of logs does not). What the code needs of
+    these, such as the key of a judge's endpoint, the owner of the worker puts on the list of secrets: with
+    ``ROLLOUT_SECRETS=OPENAI_API_KEY`` both ``OPENAI_API_KEY`` and ``ROLLOUT_SECRET_OPENAI_API_KEY`` are passed on.
     """
     allowed = allowed_secrets()
     passed = {name: value for name, value in os.environ.items() if _may_pass(name, value, allowed)}
@@ -197,7 +198,7 @@ def child_environment() -> dict[str, str]:
 
 
 def _may_pass(name: str, value: str, allowed: frozenset[str]) -> bool:
-    if name.removeprefix(SECRET_PREFIX) in allowed or name == SECRET_LIST:
+    if name.removeprefix(SECRET_PREFIX) in allowed or name in (SECRET_LIST, FORM):
         return True
     if name.startswith(_OURS) or _SECRET_NAME.search(name):
         return False

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rollout_core import DISTRIBUTION
+from rollout_core.base import logs
 from rollout_core.base.settings import without_passwords
 
 log = logging.getLogger(__name__)
@@ -177,6 +179,24 @@ def flush(seconds: float = FLUSH_SECONDS) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive() and not exporter.is_away
+
+
+def _log_ids() -> dict[str, str]:
+    """Of the current span, or of one that a program of OpenTelemetry's has begun here, such as an agent."""
+    current = _current.get()
+    if current is not None:
+        _, trace, span, _ = current.split("-")
+        return {"trace_id": trace, "span_id": span}
+    opentelemetry = sys.modules.get("opentelemetry.trace")
+    if opentelemetry is None:
+        return {}
+    context = opentelemetry.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
+logs.add_ids(_log_ids)
 
 
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:

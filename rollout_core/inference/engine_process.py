@@ -37,6 +37,7 @@ from typing import Any
 from rollout_core.base.collector import collect_seldom
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
 from rollout_core.base.locks import note_shared_memory, noted_shared_memory, scratch_folder
+from rollout_core.base.logs import is_json
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.processes import in_environment
 from rollout_core.base.stopping import kill_children
@@ -127,8 +128,11 @@ def engine_failure(folder: Path) -> str | None:
 def _correct_environment() -> None:
     """Set what an engine's process needs otherwise than its owner: logging is configured, and nothing is compiled on a
     CPU."""
-    # The owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
-    os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
+    # The owner must not let vLLM configure logging (see the backend); here nobody else has handlers, but for JSON.
+    if is_json():
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    else:
+        os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
     if os.environ.get(EAGER):
         # vLLM compiles a function of its sampler though it is to be eager, which takes 5 s of the first token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

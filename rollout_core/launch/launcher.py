@@ -33,6 +33,7 @@ from rollout_core.base.determinism import default_threads
 from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
+from rollout_core.base.logs import text_of
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.settings import stop_seconds
 from rollout_core.config.learning import UpdateName
@@ -317,7 +318,7 @@ class _Ranks:
         with output:
             for line in output:
                 if line.strip():
-                    self._queue.put(_Message(rank, "line", line.rstrip()))
+                    self._queue.put(_Message(rank, "line", text_of(line.rstrip())))
 
     def _read_messages(self, rank: int, pipe: IO[str]) -> None:
         with pipe:

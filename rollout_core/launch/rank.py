@@ -25,6 +25,7 @@ from rollout_core.base import traces
 from rollout_core.base.collector import collect_seldom
 from rollout_core.base.determinism import prepare_environment, probe_device, release_gpu_memory
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
+from rollout_core.base.logs import configure
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.launch.launcher import (
     IDENTITY,
@@ -53,9 +54,7 @@ def main() -> None:
     prepare_environment()
     messenger = Messenger()
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.WARNING if rank else logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr
-    )
+    configure(logging.WARNING if rank else logging.INFO, "%(levelname)s %(message)s", stream=sys.stderr)
     try:
         if len(sys.argv) != 2:
             raise ConfigError("expected one argument: the path of a job file")

@@ -27,9 +27,11 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.logs import is_json
 from rollout_core.base.loops import end_waits
 from rollout_core.web.certificates import TLSFiles
 from rollout_core.web.http_errors import Forbidden, TooLarge, TooSlow, Unauthorized
@@ -217,6 +219,7 @@ def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1, tls: TL
         loop="uvloop",
         lifespan="on",
         access_log=False,
+        log_config=None if is_json() else LOGGING_CONFIG,
         server_header=False,
         proxy_headers=False,  # nothing here asks for a client's address
         log_level="warning",

@@ -34,7 +34,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import AwaitingRetry, Crashed
 
 import tasks.runtime.scheduled_runs  # noqa: F401 - a run that loses its place continues
-from rollout_core.base import traces
+from rollout_core.base import logs, traces
 from rollout_core.base.determinism import require_numerics
 from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherOutcome
 from rollout_core.base.locks import sweep_scratch
@@ -104,6 +104,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     The flow run gets the tags of ``config``. What a refresh computed stays cached for its next try, and for `prefect
     flow-run retry`. Raises ConfigError where this process does not compute as ``config`` asks.
     """
+    logs.require_form()
     require_numerics(config.numerics)
     run = config.run
     if current_dry_run() is not None:

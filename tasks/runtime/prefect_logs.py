@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from rollout_core.base import logs
 from rollout_core.base.errors import RolloutError
 
 OBSERVERS = ("prefect.FlowRunCancellingObserver", "prefect.FlowRunSuspendingObserver")
@@ -66,6 +68,22 @@ _FILTERS = (
     ("asyncio", EndOfObservers()),
     ("prefect._internal.concurrency", UnsentEvents()),
 )
+
+
+def _run_ids() -> dict[str, str]:
+    """Of the flow run and the task run in which a line is written, for those that no logger of Prefect's writes."""
+    flow, task = FlowRunContext.get(), TaskRunContext.get()
+    ids: dict[str, str] = {}
+    if flow is not None and flow.flow_run is not None:
+        ids["flow_run_id"] = str(flow.flow_run.id)
+    if task is not None:
+        ids["task_run_id"] = str(task.task_run.id)
+        if task.task_run.flow_run_id is not None:
+            ids["flow_run_id"] = str(task.task_run.flow_run_id)
+    return ids
+
+
+logs.add_ids(_run_ids)
 
 
 def shorten() -> None:

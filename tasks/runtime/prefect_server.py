@@ -25,6 +25,7 @@ from pathlib import Path
 
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.locks import exclusive, shared, try_exclusive
+from rollout_core.base.logs import say
 from rollout_core.base.processes import ProcessName, in_environment, search_path, this_machine
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
@@ -89,8 +90,7 @@ def storage_and_database() -> Iterator[Connections]:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"rollout: {line}\n")
-    sys.stderr.flush()
+    say(line)
 
 
 def _nothing() -> None:

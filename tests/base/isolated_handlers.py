@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -141,3 +142,11 @@ _WAYS: dict[str, Callable[[], Any]] = {
     "no JSON": lambda: object(),
     "place": lambda: os.getpid(),
 }
+
+
+def log_failure(request: str, tell: Callable[[int], None]) -> None:
+    """Logs an exception with the request."""
+    try:
+        raise ValueError(request)
+    except ValueError:
+        logging.getLogger("mine").exception(request)

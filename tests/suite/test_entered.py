@@ -18,7 +18,8 @@ from rollout_core.store import LightningStoreClient, LightningStoreServer, SqlLi
 from tests.algorithms import updates
 from tests.suite.entered import EnteredFiles
 
-ENQUEUE, BATCH_RUN = 19, 89
+ENQUEUE, BATCH_RUN = 19, 90
+"""Of a batch run one more since the form of logs stands in a file of its own."""
 SFT_STEPS = 13
 """Two more since the output layer and what is kept of an update under way stand in files of their own."""
 

@@ -26,6 +26,7 @@ from rollout_core.agents.proxy.upstream_pools import Pool, Pools
 from rollout_core.agents.proxy.upstream_requests import Exchange, Failed, Forwarder, Headers, Outgoing, error_body
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import content_id
+from rollout_core.base.logs import about
 from rollout_core.store import LightningStore
 from rollout_core.store.codec import read_object
 from rollout_core.web.http_errors import TooLarge, TooSlow, Unauthorized, status_of
@@ -215,6 +216,12 @@ class ProxyApp:
 
     async def _forward(self, request: _Request, reply: _Reply) -> None:
         """Pass a request on, and its answer back; under an attempt, record both."""
+        if request.ids is None:
+            return await self._pass_on(request, reply)
+        with about(rollout_id=request.ids[0], attempt_id=request.ids[1]):
+            await self._pass_on(request, reply)
+
+    async def _pass_on(self, request: _Request, reply: _Reply) -> None:
         body = _json_object(request)
         ids = request.ids if request.method == "POST" else None
         call = Call(request.path, request.body, body, is_recorded=ids is not None)

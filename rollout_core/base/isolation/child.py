@@ -36,6 +36,7 @@ from rollout_core.base.isolation.warden import (
     encode_frame,
     frame_size,
 )
+from rollout_core.base.logs import text_of
 from rollout_core.base.processes import Limits, allowed_memory, child_environment, gibibytes, signal_name
 from rollout_core.base.stopping import raise_if_stopping
 
@@ -455,7 +456,7 @@ class _Output:
             self._on_line(f"({self._num_lines - LOGGED_LINES} more lines of output are not shown)")
 
     def _line(self, line: bytes) -> None:
-        text = line.decode("utf-8", "replace").rstrip()
+        text = text_of(line.decode("utf-8", "replace").rstrip())
         if not text:
             return
         self.last.append(text[: LINE_CHARACTERS // 5])

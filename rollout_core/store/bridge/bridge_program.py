@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 from rollout_core.base.errors import ConfigError, Recoverable, Stopped
+from rollout_core.base.logs import configure
 from rollout_core.base.queue_settings import QueueSettings
 from rollout_core.base.settings import BLOCK_PREFIX, locations, stop_seconds
 from rollout_core.store.bridge.bridge import Bridge, Tally
@@ -88,7 +89,7 @@ def bridge_forever(
 
     ``store`` is the URL of a server (``http://``) or a database; None: the database of the settings.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     for client in ("botocore", "aiobotocore", "google", "urllib3", "alembic"):
         logging.getLogger(client).setLevel(logging.WARNING)
     address = store or locations().database

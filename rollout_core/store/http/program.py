@@ -21,6 +21,7 @@ from uvicorn.supervisors.multiprocess import Process
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.locks import scratch_folder
+from rollout_core.base.logs import configure
 from rollout_core.base.processes import signal_name
 from rollout_core.store.contract import LightningStore
 from rollout_core.store.http.app import AppSettings, create_app, serving
@@ -181,7 +182,7 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
         tls.server_options()  # before anything listens, as the database
     # Opened before anything listens, so that a bad database is an error here and not in a worker.
     store = SqlLightningStore.from_url(settings.database)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure(logging.WARNING, "%(asctime)s %(name)s %(levelname)s %(message)s")
     listener = listen(settings.host, settings.port)
     address = url_of(settings.host, listener.getsockname()[1], tls=settings.tls)
     if tls is not None and (warning := tls.warning()) is not None:
