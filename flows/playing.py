@@ -72,7 +72,7 @@ class Playing:
             label=label,
         )
         form = {"group_size": settings.group_size, "form": self.environment.settings.form, "served": None}
-        found = collect_samples(played, failed=settings.failed, **form, label=label)
+        found = collect_samples(played, failed=settings.failed, **form, credit=settings.turn_credit, label=label)
         return Sampled(found.as_scores(), found.samples, found.mean, model)
 
 

@@ -134,7 +134,7 @@ def punish_overlong(trajectories: Sequence[Trajectory], settings: RewardedSettin
     limit = overlong.max_length or settings.sampling.max_tokens
 
     def penalty(item: Trajectory) -> float:
-        length = sum(stop - start for start, stop in _written(item))
+        length = sum(stop - start for start, stop in written_parts(item))
         return overlong.penalty * soft_overlong(length, limit, overlong.cache)
 
     return [item if item.score is None else replace(item, score=item.score + penalty(item)) for item in trajectories]
@@ -148,7 +148,7 @@ def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: floa
     mask = torch.zeros(len(trajectories), max(len(item.token_ids) for item in trajectories), dtype=torch.bool)
     old_logprobs = torch.zeros(mask.shape)
     for row, item in enumerate(trajectories):
-        for start, stop in _written(item):
+        for start, stop in written_parts(item):
             mask[row, start:stop] = True
             old_logprobs[row, start:stop] = torch.tensor(item.logprobs[start:stop], dtype=torch.float32)
     columns = {"old_logprobs": old_logprobs}
@@ -169,7 +169,8 @@ def _score(item: Trajectory, missing_eos_penalty: float) -> float:
     return 0.0 if item.score is None else item.score - missing_eos_penalty * item.truncated
 
 
-def _written(item: Trajectory) -> Sequence[Sequence[int]]:
+def written_parts(item: Trajectory) -> Sequence[Sequence[int]]:
+    """First token and one past the last of each part that the policy wrote. Raises as `build_batch` does."""
     length = len(item.token_ids)
     if item.written is None:
         return [(0, length)]

@@ -46,6 +46,7 @@ from rollout_core.algorithms.losses import dpo_loss, mean_of
 from rollout_core.algorithms.parallel import world_size
 from rollout_core.algorithms.policy import Policy, Teacher
 from rollout_core.algorithms.policy_losses import grpo_loss, ppo_policy_loss, ppo_value_loss
+from rollout_core.algorithms.turn_credit import EpisodeTurns, compared_episodes, episode_gae
 from rollout_core.base.errors import Fatal
 from rollout_core.config import AdaptiveKL, GKDSettings, GRPOSettings, OnlineDPOSettings, PPOSettings
 from rollout_core.data.packing import pack_completions
@@ -75,11 +76,13 @@ def assign_credit(
     device: torch.device,
     first_step: int = 0,
     seed: int = 0,
+    turns: EpisodeTurns | None = None,
 ) -> tuple[PolicyBatch, dict[str, float], float]:
     """Score, penalise and discount: ``batch`` with columns advantages, returns, old_values. No gradient.
 
     Also returns the batch's figures by the usual names, and its KL to the reference in nats per sequence.
-    ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass.
+    ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass. ``turns``: where
+    credit goes by turn, of the episodes that the trajectories are.
     """
     groups = Groups.of_neighbours(len(batch.mask), 1)
     minibatches = list(chain(*pass_steps(batch, groups, settings, seed=seed, epoch=first_step)))
@@ -94,7 +97,12 @@ def assign_credit(
     if not math.isfinite(mean_kl):
         raise Fatal(f"KL to the reference policy is {mean_kl}; log-probabilities of one of the two are not finite")
     old_values = own.values.masked_fill(~mask, 0.0)
-    advantages, returns = _written_token_gae(-kl_coef * log_ratio, old_values, mask, batch.scores, settings)
+    if turns is None:
+        advantages, returns = _written_token_gae(-kl_coef * log_ratio, old_values, mask, batch.scores, settings)
+    else:
+        outcomes = turns.groups.of_rollouts(batch.scores)
+        discount = {"gamma": settings.gamma, "lam": settings.lam}
+        advantages, returns = episode_gae(-kl_coef * log_ratio, old_values, mask, turns, outcomes, **discount)
     if settings.whiten_advantages:
         advantages = masked_whiten(advantages, mask & batch.scored[:, None])
     columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
@@ -105,6 +113,7 @@ def assign_credit(
     advantages = batch.weighed(advantages)
     figures = {
         **batch.figures(),
+        **({} if turns is None else turns.figures()),
         **logprob_differences(own.logprobs, engine_logprobs, mask),
         "objective/kl": mean_kl,
         "objective/kl_coef": kl_coef,
@@ -284,6 +293,33 @@ def _are_alike(values: Tensor, group_size: int, counted: Tensor) -> Tensor:
     return low.view(-1, group_size).amin(1) >= high.view(-1, group_size).amax(1)
 
 
+def turn_advantages(returns: Tensor, reached: Tensor, settings: GRPOSettings) -> Tensor:
+    """[R,K] to [R,K]: of each turn that an episode has ``reached`` its return less its baseline, scaled; else 0.
+
+    With ``turn_baseline = "turn"`` a turn is compared with the same turn of the group's other episodes that have one,
+    as `scaled_advantages` compares scores; one that no other episode has gets 0. With ``"episodes"``:
+    `compared_episodes`; ``batch`` then divides by the deviation of the returns of the whole batch, of which every
+    episode counts alike.
+    """
+    if settings.turn_baseline == "turn":
+        columns = zip(returns.T, reached.T, strict=True)
+        return torch.stack([scaled_advantages(found, settings, None, counted) for found, counted in columns], 1)
+    advantages = compared_episodes(
+        returns,
+        reached,
+        settings.samples_per_prompt,
+        normalize=settings.advantage_scaling == "group",
+        leave_one_out=settings.baseline == "leave_one_out",
+        eps=_EPS,
+    )
+    if settings.advantage_scaling == "batch":
+        counts = reached.sum(1)
+        mean = (returns.sum(1) / counts).mean()
+        squares = ((returns - mean) ** 2).masked_fill(~reached, 0.0).sum(1) / counts
+        advantages = advantages / ((squares.sum() / max(1, len(returns) - 1)).sqrt() + _EPS)
+    return advantages
+
+
 def _token_advantages(
     scores: Tensor,
     groups: Groups,
@@ -292,9 +328,11 @@ def _token_advantages(
     penalty: Tensor | None,
     parts: RewardParts | None = None,
     counted: Tensor | None = None,
+    turns: EpisodeTurns | None = None,
 ) -> Tensor:
     """[R] scores of rollouts, of those that are ``counted`` [R], to [N,C]; ``penalty`` [N,C] is taken off the reward of
-    the token it belongs to.
+    the token it belongs to. With ``turns`` a token has its turn's advantage, and scores are what whole episodes earned
+    besides.
 
     Where completions are compared, a completion is one action with the sum of its penalties (RLOO, arXiv:2402.14740);
     without a baseline a token has its own and those of the tokens after it (REINFORCE++, arXiv:2501.03262).
@@ -302,10 +340,14 @@ def _token_advantages(
     compared = settings.baseline != "none"
     if penalty is not None and compared:
         scores = scores - groups.summed(penalty.sum(1))
-    of_rows = groups.of_trajectories(scaled_advantages(scores, settings, parts, counted))
     if counted is not None:
         mask = mask & groups.of_trajectories(counted)[:, None]
-    advantages = of_rows[:, None].expand(mask.shape)
+    if turns is None:
+        of_rows = groups.of_trajectories(scaled_advantages(scores, settings, parts, counted))
+        advantages = of_rows[:, None].expand(mask.shape)
+    else:
+        returns = turns.returns(scores, gamma=settings.gamma)
+        advantages = turns.of_tokens(turn_advantages(returns, turns.reached, settings), mask)
     if penalty is not None and not compared:
         advantages = advantages - penalty.flip(1).cumsum(1).flip(1)
     advantages = advantages.masked_fill(~mask, 0.0)
@@ -324,13 +366,15 @@ def compare_groups(
     corrects: bool = True,
     first_step: int = 0,
     seed: int = 0,
+    turns: EpisodeTurns | None = None,
 ) -> tuple[PolicyBatch, dict[str, float]]:
     """``batch`` with the columns GRPO needs, and its figures by the usual names. No gradient.
 
     The policy itself is run only for the importance correction, which is left to a `FirstStep` unless ``corrects``; the
     reference only for a KL term.
     ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass. By default every
-    row is a rollout, and ``samples_per_prompt`` neighbours are a group.
+    row is a rollout, and ``samples_per_prompt`` neighbours are a group. ``turns``: of these rollouts, where credit goes
+    by turn.
     """
     groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
     minibatches = list(chain(*pass_steps(batch, groups, settings, seed=seed, epoch=first_step)))
@@ -339,7 +383,8 @@ def compare_groups(
     scores, counted = groups.of_rollouts(batch.scores), groups.of_rollouts(batch.scored.float()) > 0
     figures = batch.figures() | ({"reward": float(scores[counted].mean())} if counted.any() else {})
     columns, own, penalty = {}, None, None
-    batch = replace(batch, learned=_learned(batch, groups, settings, scores, parts, counted))
+    known = parts, counted, turns
+    batch = replace(batch, learned=_learned(batch, groups, settings, scores, *known))
     if settings.correction is not None and corrects:
         own = score_completions(policy, batch, minibatches, **options).logprobs
     if reference is not None:
@@ -349,7 +394,8 @@ def compare_groups(
         log_ratio = (old_logprobs - columns["ref_logprobs"]).masked_fill(~mask, 0.0)
         figures["objective/kl"] = float(log_ratio.sum(1).mean())
         penalty = settings.kl_coef * log_ratio if settings.kl_in == "reward" else None
-    advantages = _token_advantages(scores, groups, mask, settings, penalty, parts, counted)
+    advantages = _token_advantages(scores, groups, mask, settings, penalty, *known)
+    figures |= {} if turns is None else turns.figures()
     figures |= (parts.figures() if parts is not None else {}) | _spread(scores, counted, settings)
     compared = batch.with_columns(advantages=advantages, **columns)
     if own is not None and settings.correction is not None:
@@ -365,6 +411,7 @@ def _learned(
     scores: Tensor,
     parts: RewardParts | None,
     counted: Tensor,
+    turns: EpisodeTurns | None,
 ) -> Tensor | None:
     """[N] bool, True = something of the trajectory's group is learned: an advantage is not 0, at a token that counts in
     the loss. None: of all, as divergence from a reference and entropy are there for every token, and a loss of the
@@ -375,7 +422,7 @@ def _learned(
     """
     if settings.kl_coef or settings.entropy_coef or settings.own_loss is not None or world_size() > 1:
         return None
-    advantages = _token_advantages(scores, groups, batch.mask, settings, None, parts, counted)
+    advantages = _token_advantages(scores, groups, batch.mask, settings, None, parts, counted, turns)
     counts = (trained_tokens(batch, settings) & (advantages != 0)).any(1)
     learned = torch.zeros_like(counts)
     for rows in groups.rows:

@@ -57,11 +57,12 @@ from rollout_core.algorithms.parallel import (
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.state import TrainState, device_of, load_all_but_tensors, load_state
 from rollout_core.algorithms.training import train_to_end
+from rollout_core.algorithms.turn_credit import EpisodeTurns
 from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import AnyGroupSettings, GroupSettings, GRPOSettings, OnPolicySettings, PPOSettings
-from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.data.samples import TURN_REWARDS, TURNS, decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora
 from rollout_core.models.facts import known_ids, vocab_size
 from rollout_core.models.pretrained import borrowed_tokenizer, tokenizer_id
@@ -132,7 +133,9 @@ def _update(
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, data_ranks())
     settings = divided(settings)
     learner = _learner(model, train_state, reference, known, settings, context, accelerator.device)
-    start = _Start(settings, learner, trajectories, model, reference, teacher, scores, context, accelerator, parts)
+    start = _Start(
+        settings, learner, trajectories, samples, model, reference, teacher, scores, context, accelerator, parts
+    )
     algorithm, figures = _ALGORITHMS[settings.variant](start)
     about = {**_left_out(scores), **replay_figures(context.objects, replayed)}
     check_guards(figures | about, settings, scores)
@@ -153,6 +156,7 @@ class _Start:
     """Of the algorithm, as one of several processes has them."""
     learner: _Learner
     trajectories: Sequence[Trajectory]
+    samples: ContentId
     model: ContentId
     reference: ContentId
     teacher: ContentId | None
@@ -192,6 +196,13 @@ class _Start:
         """Trajectories that are learned from together."""
         return load_groups(self.context.objects, self.scores, self.settings)
 
+    @property
+    def turns(self) -> EpisodeTurns | None:
+        """What the turns of episodes earned, where credit goes by turn."""
+        if self.settings.turn_credit is None:
+            return None
+        return load_turns(self.context.objects, self.samples, self.scores, self.trajectories)
+
     def reference_policy(self) -> nn.Module:
         """What the policy is held close to."""
         device = self.accelerator.device
@@ -208,7 +219,8 @@ def _ppo(start: _Start) -> _Algorithm:
     held_to = start.reference_policy()
     with start.accelerator.autocast():  # as the loss will be computed
         coef = controller.coef
-        batch, figures, kl = assign_credit(policy, held_to, start.rewarded, settings, kl_coef=coef, **start.options)
+        options = {**start.options, "turns": start.turns, "kl_coef": coef}
+        batch, figures, kl = assign_credit(policy, held_to, start.rewarded, settings, **options)
     controller.update(kl, len(start.trajectories))
     state.extras["kl_coef"] = controller.coef
     return PPO(policy, batch, settings, own_loss=start.own_loss, **start.options), figures
@@ -218,11 +230,12 @@ def _grpo(start: _Start) -> _Algorithm:
     settings, context, policy = start.settings, start.context, start.learner.policy
     parts_of_reward = load_parts(context.objects, start.scores) if settings.scores_parts else None
     options = {**start.options, "groups": start.groups}
+    credit = {"parts": parts_of_reward, "turns": start.turns}
     held_to = start.reference_policy() if settings.loads_reference else None
     in_step = _corrects_in_first_step(settings, context, start.accelerator.device)
     with start.accelerator.autocast():  # as the loss will be computed
         batch, figures = compare_groups(
-            policy, held_to, start.rewarded, settings, parts=parts_of_reward, corrects=not in_step, **options
+            policy, held_to, start.rewarded, settings, **credit, corrects=not in_step, **options
         )
         own = {"own_loss": start.own_loss, "corrects": in_step}
         return GRPO(policy, batch, settings, parts=start.parts, **own, **options), figures
@@ -461,6 +474,23 @@ def load_parts(objects: ObjectStore, scores: Scores) -> RewardParts:
     found = objects.get_json(scores.parts)
     values = [[math.nan if value is None else value for value in row] for row in found["values"]]
     return RewardParts(found["names"], torch.tensor(found["weights"]).float(), torch.tensor(values).float())
+
+
+def load_turns(
+    objects: ObjectStore, samples: ContentId, scores: Scores, trajectories: Sequence[Trajectory]
+) -> EpisodeTurns:
+    """What the turns of the episodes earned of which these are the trajectories. Raises ConfigError where samples do
+    not say it."""
+    extras = [sample.extras for sample in decode_samples(objects.get_bytes(samples))]
+    if scores.rollouts is None or not all(TURNS in known and TURN_REWARDS in known for known in extras):
+        raise ConfigError(
+            'credit = "turn" needs samples that say what each turn earned, which these do not; collect episodes of an '
+            'environment with credit = "turn"'
+        )
+    groups = Groups(objects.get_json(scores.rollouts), scores.group_size)
+    return EpisodeTurns.of(
+        trajectories, groups, [known[TURNS] for known in extras], [known[TURN_REWARDS] for known in extras]
+    )
 
 
 def load_groups(objects: ObjectStore, scores: Scores, settings: GroupSettings) -> Groups:

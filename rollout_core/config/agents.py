@@ -126,6 +126,8 @@ def _refuse_what_prompts_have(settings: AdvantageSettings) -> None:
         raise ValueError("curriculum orders prompts, and agents have tasks; leave it out")
     if settings.replay is not None:
         raise ValueError("replay is of completions of prompts, which agents' rollouts are not; leave it out")
+    if settings.turn_credit is not None:
+        raise ValueError('credit = "turn" is of the episodes of an [environment], and agents have none; leave it out')
 
 
 class AgentGRPO(GRPOSettings):

@@ -165,6 +165,16 @@ class OnPolicySettings(LearnerSettings):
         return None
 
     @property
+    def turn_credit(self) -> Literal["turn"] | None:
+        """Whether samples of episodes say what each turn earned."""
+        return None
+
+    @property
+    def discounts_turns(self) -> bool:
+        """Whether what an episode earned counts less in earlier turns."""
+        return False
+
+    @property
     def value_function(self) -> Literal["head", "model"] | None:
         """What values are learned by, if they are."""
         return None
@@ -270,9 +280,12 @@ class RewardedSettings(OnPolicySettings):
 class AdvantageSettings(RewardedSettings):
     """What learners share whose loss weighs log-probabilities by advantages."""
 
-    identity_without_default = RewardedSettings.identity_without_default | {"replay"}
+    identity_without_default = RewardedSettings.identity_without_default | {"replay", "credit"}
     loss_arguments = POLICY_LOSS
 
+    credit: Literal["outcome", "turn"] = "outcome"
+    """What the tokens of an episode are credited with: what the whole of it earned; or by turn, what the turn that
+    wrote them and those after it did, the last one with what the whole earned. By turn only in an `[environment]`."""
     dual_clip: float | None = Field(default=None, gt=1)
     """The most that the ratio counts where the advantage is negative, which has no other bound there: 3 in
     arXiv:1912.09729. Must be above the clip range."""
@@ -282,6 +295,10 @@ class AdvantageSettings(RewardedSettings):
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
     default where samples are drawn ahead of training, replayed or carried over, or the learner's weights are of four
     bits."""
+
+    @property
+    def turn_credit(self) -> Literal["turn"] | None:
+        return "turn" if self.credit == "turn" else None
 
     @property
     def replaying(self) -> Replay | None:
@@ -418,6 +435,8 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
         "entropy_coef",
         "dynamic_sampling",
         "reward_normalization",
+        "gamma",
+        "turn_baseline",
     }
 
     samples_per_prompt: int = Field(default=8, ge=1)
@@ -438,6 +457,11 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
     reward_normalization: Literal["sum", "each"] = "sum"
     """What is compared in a group: the sum of a composite reward's parts, or each part by itself, over its own
     deviation there, before they are weighed and summed (GDPO, arXiv:2601.05242; with ``batch`` or ``whiten``)."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per turn of what later turns earn, with ``credit = "turn"``."""
+    turn_baseline: Literal["turn", "episodes"] = "turn"
+    """What a turn's return is compared with, with ``credit = "turn"``: the returns of the same turn in the group's
+    other episodes; or those of all their turns, of which every episode counts alike."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """The ratio counts down to 1 - clip_low; with 1 it has no lower bound, as CISPO has it."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -451,6 +475,10 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
     """Weight of the policy's entropy, which the loss rewards; above 0 it takes another pass over the logits."""
     dynamic_sampling: DynamicSampling | None = None
     """Draw other groups in place of those whose rewards are all alike."""
+
+    @property
+    def discounts_turns(self) -> bool:
+        return self.gamma < 1
 
     @property
     def loads_reference(self) -> bool:
@@ -506,6 +534,24 @@ class GRPOSettings(GroupSettings, AdvantageSettings):
             raise ValueError('reward_normalization = "each" compares parts of a reward in groups; baseline is "none"')
         if self.reward_normalization == "each" and self.replay is not None:
             raise ValueError('replay and reward_normalization = "each": replayed completions have no parts; choose one')
+        return self
+
+    @model_validator(mode="after")
+    def _credited_by_turn(self) -> GRPOSettings:
+        given = [name for name in ("gamma", "turn_baseline") if getattr(self, name) != _default_of_grpo(name)]
+        if self.credit != "turn":
+            if given:
+                raise ValueError(f'{given[0]} is of credit = "turn", and credit is "{self.credit}"; leave it out')
+            return self
+        if self.turn_baseline == "episodes" and self.baseline == "none":
+            raise ValueError(
+                'turn_baseline is "episodes", but with baseline = "none" nothing is compared; leave it out'
+            )
+        if self.kl_coef and self.kl_in == "reward":
+            raise ValueError(
+                'kl_in = "reward" takes the KL of a whole completion off its reward, and credit = "turn" gives each '
+                'turn its own; take kl_in = "loss", or kl_coef = 0'
+            )
         return self
 
     @model_validator(mode="after")

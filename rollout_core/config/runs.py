@@ -306,11 +306,18 @@ class PolicyTraining(EvaluatedTraining[AlgorithmT], PlacedRun, Generic[Algorithm
     @model_validator(mode="after")
     def _learns_from_episodes(self) -> PolicyTraining[AlgorithmT]:
         if self.environment is None:
+            _refuse_turns(self.algorithm)
             return self
         _refuse_on_workers(self)
         if isinstance(self.algorithm, OnPolicySettings):
             _refuse_what_episodes_lack(self.algorithm)
         return self
+
+
+def _refuse_turns(settings: Any) -> None:
+    """Raises ValueError where credit is to go by the turns of episodes and there are none."""
+    if isinstance(settings, OnPolicySettings) and settings.turn_credit is not None:
+        raise ValueError('credit = "turn" is of the turns of episodes, and there is no [environment]; leave it out')
 
 
 def _refuse_on_workers(run: PlacedRun) -> None:
@@ -552,6 +559,7 @@ class NightlyConfig(TrainingRun, PlacedRun):
     @model_validator(mode="after")
     def _learns_from_episodes(self) -> NightlyConfig:
         if self.environment is None:
+            _refuse_turns(self.policy)
             return self
         settings = self.ppo or self.grpo
         for name in ("rm", "dpo"):

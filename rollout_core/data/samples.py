@@ -30,6 +30,9 @@ FinishReason = Literal["stop", "length"]
 
 TopLogprobs = Sequence[tuple[int, float]]
 """Tokens and their log-probabilities in nats, the most likely first; none that could not be drawn."""
+TURNS, TURN_REWARDS = "turns", "turn_rewards"
+"""Of the extras of an episode's samples where credit goes by turn: which turns its written parts are, from 0, and what
+each turn of the whole episode earned by itself, null where nothing was given."""
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 

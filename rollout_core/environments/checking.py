@@ -186,6 +186,8 @@ async def act(
         if not message.get("tool_calls"):
             following = await call("step", message) if offer.has_step else None
         transcript.lines += [f"[{said.get('name', said['role'])}] {said['content']}" for said in following or ()]
+        if offer.has_turn_reward and (earned := await call("turn_reward")) is not None:
+            transcript.lines.append(f"reward of turn {turn + 1}: {json.dumps(earned)}")
         if is_done or following is None:
             break
         messages = [*messages, message, *following]

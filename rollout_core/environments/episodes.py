@@ -54,6 +54,7 @@ from rollout_core.store.semconv import (
     AGL_ANNOTATION,
     AGL_EXCEPTION,
     AGL_OPERATION,
+    EPISODE_TURN,
     LLM_CALL,
     ChoiceAttributes,
     LightningSpanAttributes,
@@ -71,8 +72,8 @@ REWARD, TOTAL = "reward", "total"
 """Name of a reward that is one number, and of the sum of several."""
 ENDED = "rollout.episode.ended"
 """Attribute of the reward's span: why the episode ended."""
-TURN = "rollout.episode.turn"
-"""Attribute of a turn's spans: its number, from 0."""
+TURN_REWARD = "turn"
+"""Name of what a turn earned by itself."""
 CHUNK = 1_000
 """Episodes that are looked up at once."""
 MOST_DEATHS = 20
@@ -319,6 +320,8 @@ class Player:
                 played.ended = "length"
                 break
             answers, is_done = await self._answers(place, tools, message, spans, number)
+            if self._offer.has_turn_reward:
+                spans.turn_reward(number, await place.call("turn_reward"))
             if is_done or answers is None:
                 played.ended = "done"
                 break
@@ -447,7 +450,7 @@ class _Spans:
         keys, choice = LlmCallAttributes, f"{LlmCallAttributes.CHOICES.value}.0."
         attributes = {
             **about,
-            TURN: number,
+            EPISODE_TURN: number,
             keys.INPUT_MESSAGES.value: _json(new),
             keys.OUTPUT_MESSAGES.value: _json([message]),
             keys.PROMPT_TOKEN_IDS.value: list(prompt_ids),
@@ -461,12 +464,17 @@ class _Spans:
         """A call of a tool."""
         keys = LightningSpanAttributes
         attributes = {
-            TURN: number,
+            EPISODE_TURN: number,
             keys.OPERATION_NAME.value: name,
             keys.OPERATION_INPUT.value: arguments,
             keys.OPERATION_OUTPUT.value: found["text"],
         }
         self._add(AGL_OPERATION, attributes, began, found["text"] if found["is_error"] else None)
+
+    def turn_reward(self, number: int, given: float | None) -> None:
+        """What a turn earned by itself, if anything was given for it."""
+        if given is not None:
+            self._add(AGL_ANNOTATION, {EPISODE_TURN: number, **_named_reward(0, TURN_REWARD, given)}, time.time())
 
     def reward(self, given: float | Mapping[str, float], ended: str) -> float:
         """What the episode earned: the sum of several, which are kept under their names; returns it."""
@@ -474,9 +482,7 @@ class _Spans:
         total = sum(parts.values()) if parts else cast(float, given)
         attributes: dict[str, Any] = {ENDED: ended}
         for place, (name, value) in enumerate([(TOTAL if parts else REWARD, total), *parts.items()]):
-            prefix = f"{LightningSpanAttributes.REWARD.value}.{place}."
-            attributes[prefix + RewardAttributes.REWARD_NAME.value] = name
-            attributes[prefix + RewardAttributes.REWARD_VALUE.value] = value
+            attributes |= _named_reward(place, name, value)
         self._add(AGL_ANNOTATION, attributes, time.time())
         return total
 
@@ -484,6 +490,11 @@ class _Spans:
         """Why an attempt failed."""
         attributes = {"exception.type": EnvironmentFailed.__name__, "exception.message": problem}
         self._add(AGL_EXCEPTION, attributes, time.time(), problem)
+
+
+def _named_reward(place: int, name: str, value: float) -> dict[str, Any]:
+    prefix = f"{LightningSpanAttributes.REWARD.value}.{place}."
+    return {prefix + RewardAttributes.REWARD_NAME.value: name, prefix + RewardAttributes.REWARD_VALUE.value: value}
 
 
 def _json(value: Any) -> str:

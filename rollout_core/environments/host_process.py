@@ -25,6 +25,7 @@ from rollout_core.environments.protocol import (
     messages_of,
     reward_of,
     tools_of,
+    turn_reward_of,
 )
 from rollout_core.environments.schemas import checked_arguments, function_schema
 from rollout_core.environments.tools.results import ToolError
@@ -83,7 +84,8 @@ def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
         listed = ", ".join(parameters)
         raise ConfigError(f"environment {name}: reset({listed}) is called as reset(row, seed)") from None
     tools = [function_schema(_function(tool)).schema() for tool in tools_of(made).values()]
-    found = {"tools": tools, "has_step": callable(getattr(made, "step", None))}
+    has = {f"has_{method}": callable(getattr(made, method, None)) for method in ("step", "turn_reward")}
+    found = {"tools": tools, **has}
     if not tools and not found["has_step"]:
         found["note"] = "it has neither tools nor a step, so that every episode has one turn"
     closing = getattr(made, "close", None)
@@ -190,6 +192,8 @@ class _Host:
                 return messages_of(await self._run(episode, episode.made.reset, *arguments), "reset")
             case "step":
                 return _next(await self._run(episode, episode.made.step, *arguments))
+            case "turn_reward":
+                return turn_reward_of(await self._run(episode, episode.made.turn_reward))
             case "reward":
                 return reward_of(await self._run(episode, episode.made.reward))
             case "close":

@@ -52,6 +52,7 @@ class Offer:
     tools: list[dict[str, Any]]
     """As OpenAI's API describes them."""
     has_step: bool
+    has_turn_reward: bool = False
     note: str | None = None
     """What its author may not have meant."""
 

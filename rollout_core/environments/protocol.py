@@ -16,7 +16,10 @@
         def step(self, message):                 # optional: what the user says to an answer without tool calls
             return Done() if self.answer in message["content"] else "That is not right. Try again."
 
-        def reward(self):                        # a number, or several by name
+        def turn_reward(self):                   # optional: what the last answer earned by itself; None: nothing
+            return 0.1
+
+        def reward(self):                        # of the whole: a number, or several by name
             return 1.0
 
         def close(self):                         # optional
@@ -40,7 +43,7 @@ import orjson
 
 from rollout_core.base.errors import Fatal
 
-RESERVED = ("reset", "step", "reward", "close")
+RESERVED = ("reset", "step", "turn_reward", "reward", "close")
 """Methods that are no tools."""
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -105,6 +108,12 @@ def reward_of(given: Any) -> float | dict[str, float]:
         _number(sum(parts.values()), "the sum of what reward gave,")
         return parts
     return _number(given, "reward")
+
+
+def turn_reward_of(given: Any) -> float | None:
+    """What a turn earned, as JSON has it; None where nothing was given for it. Raises EnvironmentFailed for what is no
+    finite number."""
+    return None if given is None else _number(given, "turn_reward")
 
 
 def _number(given: Any, what: str) -> float:

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rollout_core.base.ids import ContentId, canonical_json
@@ -15,14 +15,18 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, Scores
 from rollout_core.store import Span
 from rollout_core.store.semconv import (
+    AGL_ANNOTATION,
     AGL_OPERATION,
+    EPISODE_TURN,
     LLM_CALL,
     ChoiceAttributes,
     LightningSpanAttributes,
     LlmCallAttributes,
+    RewardAttributes,
 )
 
 _CHOICE = f"{LlmCallAttributes.CHOICES.value}.0."
+_REWARD = f"{LightningSpanAttributes.REWARD.value}.0.{RewardAttributes.REWARD_VALUE.value}"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Turn:
     finish_reason: str
     results: list[str]
     """What the tools that it called answered."""
+    reward: float | None = None
+    """What the turn earned by itself; None where nothing was given for it."""
 
 
 def turns_of(spans: Sequence[Span]) -> list[Turn]:
@@ -60,6 +66,8 @@ def turns_of(spans: Sequence[Span]) -> list[Turn]:
             )
         elif span.name == AGL_OPERATION and turns:
             turns[-1].results.append(str(about[LightningSpanAttributes.OPERATION_OUTPUT.value]))
+        elif span.name == AGL_ANNOTATION and EPISODE_TURN in about and turns:
+            turns[-1] = replace(turns[-1], reward=float(about[_REWARD]))
     return turns
 
 
@@ -75,6 +83,8 @@ def _lines(turn: Turn, *, is_first: bool) -> Iterator[str]:
         yield f"[assistant] {said or ''}"
     for call in turn.message.get("tool_calls", ()):
         yield f"[assistant calls {call['function']['name']}] {call['function']['arguments']}"
+    if turn.reward is not None:
+        yield f"[reward of this turn] {turn.reward:g}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,15 @@ import orjson
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.config import SamplingParams
-from rollout_core.data.samples import Completion, Sample, decode_samples, encode_completion, encode_samples
+from rollout_core.data.samples import (
+    TURN_REWARDS,
+    TURNS,
+    Completion,
+    Sample,
+    decode_samples,
+    encode_completion,
+    encode_samples,
+)
 from rollout_core.inference.batch import BatchOptions, Engine, Progress, Work, complete_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, Experience
@@ -127,11 +135,17 @@ class TokenSample:
     """Content ids of the weights that wrote each part; None: one part, of weights that are not known."""
     part_rewards: list[float | None] | None = None
     """What was given for each part by itself; None as above."""
+    turns: list[int] = field(default_factory=list)
+    """Of an environment's episode: the turn that each part is, from 0."""
+    turn_rewards: list[float | None] | None = None
+    """Where credit goes by turn: what each turn of the episode earned by itself, None where nothing was given."""
 
     @property
     def extras(self) -> dict[str, Any]:
         """What is known of the parts, to be kept with the tokens."""
-        return {} if self.model_ids is None else {"model_ids": self.model_ids, "part_rewards": self.part_rewards}
+        parts = {} if self.model_ids is None else {"model_ids": self.model_ids, "part_rewards": self.part_rewards}
+        by_turn = {} if self.turn_rewards is None else {TURNS: self.turns, TURN_REWARDS: self.turn_rewards}
+        return {**parts, **by_turn}
 
 
 @dataclass

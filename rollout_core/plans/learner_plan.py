@@ -50,7 +50,7 @@ from rollout_core.data.datasets import PromptRow, TaskRow
 from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sft_form, unpaired_form
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import check_turns
-from rollout_core.environments.hosts import look_at
+from rollout_core.environments.hosts import Offer, look_at
 from rollout_core.environments.tools.toolbox import Toolbox, ToolResources, check_tools
 from rollout_core.environments.using import check_names
 from rollout_core.evaluation.moments import suite_of
@@ -386,16 +386,17 @@ class LearnerPlan(Plan):
             self.violations.append(f"{what}.{dataset.address_key}: {dataset.address} has no rows; expected tasks")
         return rows or 0
 
-    def environment(self, what: str, config: EnvironmentConfig) -> None:
-        """The environment can be loaded, an object of it be made, and the model's template write its episodes."""
+    def environment(self, what: str, config: EnvironmentConfig) -> Offer | None:
+        """The environment can be loaded, an object of it be made, and the model's template write its episodes. What it
+        offers; None where that cannot be said."""
         code = self.check(f"{what}.path", lambda: EnvironmentCode.read(config.path, self.base))
         offer = None if code is None else self.check(f"{what}.path", lambda: look_at(code, config))
         if code is None or offer is None:
-            return
+            return None
         self.check(f"{what}.tools", lambda: check_tools(config.tools, self.base))
         resources = ToolResources(config.tools, index_folder=self.base, base=self.base)
         if self.check(f"{what}.tools", lambda: check_names(offer, resources) or True) is None:
-            return
+            return offer
         schemas = Toolbox(config.tools, self.base, resources=resources).schemas
         tools = [*offer.tools, *schemas]
         names = [tool["function"]["name"] for tool in tools]
@@ -413,13 +414,20 @@ class LearnerPlan(Plan):
             remarks += [remark] if remark else []
         if remarks:
             self.facts[f"{what}, to look at"] = "; ".join(remarks)
+        return offer
 
     def episodes(
         self, what: str, settings: OnPolicySettings, environment: EnvironmentConfig, backend: EngineConfig
     ) -> None:
         """What a policy learns from that acts in an environment."""
         self.facts["training rows"] = self.tasks(f"{what}.prompts", settings.prompts)
-        self.environment("environment", environment)
+        offer = self.environment("environment", environment)
+        gives_by_turn = offer is None or offer.has_turn_reward or settings.discounts_turns
+        if settings.turn_credit is not None and not gives_by_turn:
+            self.violations.append(
+                f'{what}.credit is "turn", and environment {environment.path} has no method turn_reward; write one, or '
+                "leave credit out"
+            )
         self.sampling(f"{what}.sampling", settings.sampling, backend)
         self.learner(what, settings)
         limits = (environment.max_tokens, context_limit(backend) or self.max_positions)

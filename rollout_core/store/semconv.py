@@ -82,6 +82,9 @@ class LinkPydanticModel(BaseModel):
     value_match: str
 
 
+EPISODE_TURN = "rollout.episode.turn"
+"""Attribute of spans of an environment's episode that belong to a turn: its number, from 0."""
+
 LLM_CALL = "rollout.llm_call"
 """Span name: one request to a language model, as the proxy saw it."""
 

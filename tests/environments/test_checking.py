@@ -56,6 +56,17 @@ def test_a_sound_environment_passes_and_its_tools_are_shown(work: Path):
     assert "[add] 2" in said and "[submit] thanks" in said and 'reward: {"right"' in said
 
 
+def test_what_turns_earn_is_shown_and_has_to_follow_from_the_seed(work: Path):
+    earning = "\n    def turn_reward(self):\n        return EARNED\n"
+    (work / "env.py").write_text(environment() + earning.replace("EARNED", "None if self.turns == 1 else 0.25"))
+    code, said = check()
+    assert code == 0, said
+    assert "reward of turn 2: 0.25" in said and "reward of turn 1" not in said
+    (work / "env.py").write_text(environment() + earning.replace("EARNED", "random.random()"))
+    code, said = check()
+    assert code == 1 and "row 1 is another episode when it is played again: 'reward of turn 1: " in said
+
+
 def test_the_tools_are_shown_as_the_models_template_has_them(work: Path, chatting):
     (work / "env.py").write_text(SUMS)
     code, said = check("--model", str(chatting.folder))

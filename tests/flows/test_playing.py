@@ -17,7 +17,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config import EvalConfig, NightlyConfig, TrainGRPOConfig, load_config, parse_config
+from rollout_core.config import EvalConfig, NightlyConfig, TrainGRPOConfig, TrainPPOConfig, load_config, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.runs.evaluations import evaluated_models
@@ -132,6 +132,35 @@ def test_a_policy_learns_in_an_environment_and_again_from_the_cache(prefect_serv
     again = train_grpo(config)
     assert (again["model"], again["rewards"]) == (first["model"], first["rewards"])
     assert episodes(work) == played
+
+
+TURN_REWARD = """
+    def turn_reward(self):
+        return len(set(self.said)) / 40 - 0.1
+"""
+
+
+@pytest.mark.parametrize(("kind", "form"), [("grpo", "trajectory"), ("ppo", "transition")])
+def test_a_policy_learns_from_what_its_turns_earn(prefect_server: str, work: Path, kind: str, form: str):
+    from flows.train import train_grpo, train_ppo
+
+    (work / "env.py").write_text(ENVIRONMENT + TURN_REWARD)
+    tables = document(form=form)
+    tables["algorithm"] |= {"kind": kind, "iterations": 1, "credit": "turn"}
+
+    def train() -> dict[str, Any]:
+        if kind == "grpo":
+            return train_grpo(parse_config(tables, TrainGRPOConfig))
+        return train_ppo(parse_config(tables, TrainPPOConfig))
+
+    by_turn = train()
+    played = episodes(work)
+    assert len(played) == 3 * 4
+    del tables["algorithm"]["credit"]
+    by_outcome = train()
+    # The same episodes, and another model.
+    assert episodes(work) == played and by_turn["rewards"] == by_outcome["rewards"]
+    assert by_turn["model"] != by_outcome["model"]
 
 
 def succeeded() -> set[str]:
@@ -279,6 +308,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"environment.path": "none.py:Env"}, "environment file none.py does not exist"),
     ({"environment.path": "env.py:Environment"}, "there is no 'Environment'; found: Done, Env, fail_once"),
     ({"algorithm.prompts": {"path": "none.jsonl"}}, "none.jsonl"),
+    ({"algorithm.credit": "turn"}, 'algorithm.credit is "turn", and environment env.py:Env has no method turn_reward'),
+    ({"algorithm.gamma": 0.9}, 'gamma is of credit = "turn"'),
+    ({"environment": None, "algorithm.credit": "turn"}, 'credit = "turn" is of the turns of episodes'),
+    ({"algorithm.kind": "online_dpo", "algorithm.credit": "turn"}, "has no use for credit"),
 ]
 
 

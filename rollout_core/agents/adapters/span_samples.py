@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollout_core.agents.adapters.ended import EndedRollout, as_they_were, read_rollouts
@@ -18,6 +19,7 @@ from rollout_core.agents.adapters.token_sequences import (
     token_turns,
     trajectories,
     transitions,
+    turn_rewards,
 )
 from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import CorruptObject, MissingObject
@@ -56,16 +58,21 @@ async def adapt_ended(
     *,
     form: SampleForm = "transition",
     model: str | None = None,
+    by_turn: bool = False,
 ) -> Adapted:
-    """As `adapt_rollouts`, of rollouts as they were when they were looked up. Raises Fatal where their spans are not
-    the same any more."""
+    """As `adapt_rollouts`, of rollouts as they were when they were looked up. ``by_turn``: samples of an environment's
+    episodes say which turns they are and what each turn earned. Raises Fatal where their spans are not the same any
+    more."""
     adapted, blobs = Adapted(), _Blobs(objects)
     then = {row.rollout_id: row for row in ended}
     async for rollout_id, rollout, spans in read_rollouts(store, list(then)):
         row = then[rollout_id]
         had = as_they_were(row, spans)
         found = rollout if rollout is None else rollout.model_copy(update={"status": row.status})
-        _adapt(adapted, rollout_id, _samples(blobs, found, had, form, model))
+        samples = _samples(blobs, found, had, form, model)
+        if by_turn and not isinstance(samples, str):
+            samples = [replace(sample, turn_rewards=turn_rewards(had)) for sample in samples]
+        _adapt(adapted, rollout_id, samples)
     return adapted
 
 
@@ -141,6 +148,7 @@ def _sample(item: TokenTrajectory, rollout_id: str, reward: float, task: Any) ->
         written=None if is_one else [(part.start - start, part.stop - start) for part in item.parts],
         model_ids=None if is_plain else item.model_ids,
         part_rewards=None if is_plain else [part.reward for part in item.parts],
+        turns=[part.number for part in item.parts if part.number is not None],
     )
 
 

@@ -24,9 +24,10 @@ from rollout_core.agents.adapters.calls import (
 )
 from rollout_core.agents.adapters.credit import rewards_by_number
 from rollout_core.agents.adapters.tree import TraceTree, is_reward
+from rollout_core.agents.emitters import get_reward_value
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import Span
-from rollout_core.store.semconv import LlmCallAttributes
+from rollout_core.store.semconv import AGL_ANNOTATION, EPISODE_TURN, LlmCallAttributes
 
 SampleForm = Literal["trajectory", "transition"]
 """Whether turns that continue each other are one sample, or each turn is one."""
@@ -53,6 +54,8 @@ class TokenTurn:
     """Given for this turn; None if none was."""
     finish_reason: str = "stop"
     """``length``: cut at the limit."""
+    number: int | None = None
+    """In an environment's episode, from 0; None elsewhere."""
 
     def __post_init__(self) -> None:
         counts = f"{len(self.prompt_ids)} prompt tokens, {len(self.response_ids)} written ones"
@@ -75,6 +78,8 @@ class WrittenPart:
     model_id: str | None
     reward: float | None
     finish_reason: str
+    number: int | None = None
+    """As of `TokenTurn`."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +117,13 @@ def token_turns(spans: Sequence[Span], *, model: str | None = None) -> list[Toke
 
     A call that a proxy and a tracer recorded counts once. One that failed, has no token ids, or was made inside a
     reward span, as a judge's are, does not count, nor with ``model`` one that asked for another model. Each turn has
-    the reward that was given for its call, see ``credit.rewards_by_number``. Raises NoLogprobs where token ids were
-    recorded without log-probabilities.
+    the reward that was given for its call, see ``credit.rewards_by_number``; what an environment gave for a turn by
+    itself is in `turn_rewards`. Raises NoLogprobs where token ids were recorded without log-probabilities.
     """
     calls = _calls_with_tokens(spans)
     if model is not None:
         calls = [call for call in calls if call.attributes.get(LlmCallAttributes.REQUEST_MODEL.value) == model]
-    rewards = rewards_by_number(calls, spans)
+    rewards = rewards_by_number(calls, [span for span in spans if not _is_turn_reward(span)])
     turns = []
     for place, call in enumerate(calls):
         prompt_ids = prompt_token_ids(call.attributes)
@@ -132,9 +137,24 @@ def token_turns(spans: Sequence[Span], *, model: str | None = None) -> list[Toke
                         model_id(call.attributes),
                         rewards.get(place),
                         choice.finish_reason or "stop",
+                        call.attributes.get(EPISODE_TURN),  # type: ignore[arg-type]
                     )
                 )
     return turns
+
+
+def turn_rewards(spans: Sequence[Span]) -> list[float | None]:
+    """What an environment gave for each turn of an episode by itself, in order; None where it gave nothing."""
+    numbers = [int(span.attributes[EPISODE_TURN]) for span in spans if EPISODE_TURN in span.attributes]  # type: ignore[arg-type]
+    found: list[float | None] = [None] * (max(numbers, default=-1) + 1)
+    for span in spans:
+        if _is_turn_reward(span):
+            found[int(span.attributes[EPISODE_TURN])] = get_reward_value(span)  # type: ignore[arg-type]
+    return found
+
+
+def _is_turn_reward(span: Span) -> bool:
+    return span.name == AGL_ANNOTATION and EPISODE_TURN in span.attributes
 
 
 def _calls_with_tokens(spans: Sequence[Span]) -> list[Span]:
@@ -205,7 +225,9 @@ class _Growing:
         start = len(self._token_ids)
         self._token_ids += turn.response_ids
         self._logprobs += turn.logprobs
-        self._parts.append(WrittenPart(start, len(self._token_ids), turn.model_id, turn.reward, turn.finish_reason))
+        self._parts.append(
+            WrittenPart(start, len(self._token_ids), turn.model_id, turn.reward, turn.finish_reason, turn.number)
+        )
 
     def trajectory(self) -> TokenTrajectory:
         return TokenTrajectory(self._token_ids, self._logprobs, self._parts)
