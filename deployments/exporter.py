@@ -33,6 +33,7 @@ from tasks.runtime.events import (
     Event,
     PluginCall,
     PluginLoaded,
+    PluginReloaded,
     Promoted,
     RolledBack,
     RunDone,
@@ -174,6 +175,9 @@ class Events:
         self._lost = counter("workers_lost", "Workers that were gone with shards they had not completed", "kind")
         self._skipped = counter("samples_skipped", "Samples that results do without", "stage")
         self._plugin_loads = counter("plugin_loads", "Starts of plugins", "plugin")
+        self._plugin_reloads = counter(
+            "plugin_reloads", "Edited files of plugins that were taken while they ran", "plugin"
+        )
         self._plugin_calls = counter("plugin_calls", "Calls of plugins", "plugin")
         self._plugin_errors = counter("plugin_call_errors", "Calls of plugins that failed", "plugin")
         self._plugin_seconds = counter("plugin_call_seconds", "Seconds of calls of plugins", "plugin")
@@ -229,6 +233,8 @@ class Events:
                 self._skipped.labels(event.stage).inc(event.samples)
             case PluginLoaded():
                 self._plugin_loads.labels(event.plugin).inc()
+            case PluginReloaded():
+                self._plugin_reloads.labels(event.plugin).inc(not event.problem)
             case PluginCall():
                 self._plugin_calls.labels(event.plugin).inc(event.calls)
                 self._plugin_errors.labels(event.plugin).inc(event.failed)

@@ -29,6 +29,7 @@ from rollout_core.objects.retention.unstored import local_model
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction
+from rollout_core.rewards.source_ids import file_plugin
 from tasks.generate import Help, help_inference
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.endpoint_costs import judged_so_far
@@ -76,7 +77,8 @@ def score_rewards(
     With ``by_part`` the parts of a weighted sum are filed with it.
     """
     shared = current_stage().key if shared_with() is not None else None
-    scores = _compute_scores(completions, open_reward(reward, reward_source), by_part=bool(by_part), shared_as=shared)
+    function = open_reward(reward, reward_source)
+    scores = _compute_scores(completions, function, reward_source, by_part=bool(by_part), shared_as=shared)
     filed_scores.record_rewards(current_stage().objects, connections.open_store, completions, scores, reward_source)
     figures = {"mean reward": scores.mean, "std": scores.std, **_without_score(scores)}
     artifacts.figures("rewards", figures, f"Rewards {label}")
@@ -169,7 +171,7 @@ def evaluate(
     """Mean reward of a model on held-out prompts."""
     function = open_reward(reward, reward_source)
     completions, _, _ = generate(prompts, sampling, backend, mode="test", deterministic=True)
-    scores = _compute_scores(completions, function)
+    scores = _compute_scores(completions, function, reward_source)
     stage_logger().info("held-out reward of model %s: %.4f", prompts.model.short, scores.mean)
     row = {"model": prompts.model.short, "prompts": scores.num_samples, "mean reward": round(scores.mean, 4)}
     artifacts.table("evaluation", [{**row, **_without_score(scores)}], f"Held-out evaluation {label}".strip())
@@ -207,7 +209,7 @@ def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId
         num_tokens=report.num_tokens,
         finish_reasons={},
     )
-    scores = _compute_scores(completions, open_reward(reward, reward_source))
+    scores = _compute_scores(completions, open_reward(reward, reward_source), reward_source)
     stage_logger().info("reward %s of model %s: %.4f", reward.kind, report.model.short, scores.mean)
     return filed_scores.report_of(completions, scores)
 
@@ -241,7 +243,12 @@ def measure_kl(
 
 
 def _compute_scores(
-    completions: Completions, reward: RewardFunction, *, by_part: bool = False, shared_as: ContentId | None = None
+    completions: Completions,
+    reward: RewardFunction,
+    reward_source: ContentId,
+    *,
+    by_part: bool = False,
+    shared_as: ContentId | None = None,
 ) -> Scores:
     """`rollout_core.rewards.scores.compute_scores`; failures are logged and counted."""
     objects = current_stage().objects
@@ -250,7 +257,7 @@ def _compute_scores(
             objects, completions, reward, by_part=by_part, shared_as=shared_as
         )
     finally:
-        _report_plugins(reward)
+        _report_plugins(reward, reward_source)
     if failures:
         named = "; ".join(map(str, failures[:NAMED_FAILURES]))
         stage_logger().warning("%d of %d completions have no score: %s", len(failures), scores.num_samples, named)
@@ -259,13 +266,19 @@ def _compute_scores(
     return scores
 
 
-def _report_plugins(reward: RewardFunction) -> None:
-    """What plugins were started and asked for, and what of it failed, as events, and as spans of the stage."""
+def _report_plugins(reward: RewardFunction, reward_source: ContentId) -> None:
+    """What plugins were started and asked for, and what of it failed, as events, and as spans of the stage; files that
+    were edited meanwhile are filed as the reward's."""
     for plugin in reward.plugins:
         figures, name, stage_name = plugin.take_figures(), plugin.manifest.name, current_stage().name
         about = {"plugin": name, "version": plugin.manifest.version, "mode": plugin.manifest.mode.replace("_", "-")}
         for seconds in figures.loaded_seconds:
             events.emit(events.PluginLoaded(**about, seconds=seconds))
+        for reload in figures.reloads:
+            events.emit(
+                events.PluginReloaded(**about, id=reload.code.id, seconds=reload.seconds, problem=reload.problem)
+            )
+            file_plugin(current_stage().objects, reward_source, plugin.address, reload.code)
         for error in figures.errors:
             events.emit(events.PluginCallError(plugin=name, stage=stage_name, error=error))
         if figures.calls:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import uuid4
 
 import typer
 
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 from rollout_core.base.logs import say
 from rollout_core.base.processes import in_environment
-from rollout_core.base.settings import PLUGINS, plugin_paths
+from rollout_core.base.settings import HOT_RELOAD, PLUGINS, plugin_paths
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -40,6 +41,13 @@ PluginPaths = Annotated[
     list[str] | None,
     typer.Option("--plugin", help="Folder of a plugin, or of several, taken before those of other places. Repeatable."),
 ]
+HotReload = Annotated[
+    bool,
+    typer.Option(
+        "--hot-reload",
+        help="For development: plugins whose files are edited meanwhile are reloaded. No other run uses the scores.",
+    ),
+]
 RewardCallable = Annotated[
     str | None, typer.Option("--reward", help="path/to/file.py:function of the reward, instead of the file's.")
 ]
@@ -60,10 +68,12 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def plugins_at(paths: list[str] | None) -> Iterator[None]:
-    """Inside the block plugins are looked for in ``paths`` before other folders, also by processes that are started."""
+def plugins_at(paths: list[str] | None, *, hot_reload: bool = False) -> Iterator[None]:
+    """Inside the block plugins are looked for in ``paths`` before other folders, also by processes that are started.
+    With ``hot_reload`` their files may be edited meanwhile."""
     given = [str(Path(path).absolute()) for path in paths or ()]
-    with in_environment({PLUGINS: os.pathsep.join([*given, *plugin_paths()])}):
+    reloads = {HOT_RELOAD: uuid4().hex} if hot_reload else {}
+    with in_environment({PLUGINS: os.pathsep.join([*given, *plugin_paths()]), **reloads}):
         yield
 
 

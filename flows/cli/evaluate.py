@@ -14,6 +14,7 @@ from rich.table import Table
 from flows.cli.common import (
     Debug,
     DryRun,
+    HotReload,
     Overrides,
     PluginPaths,
     one_line_errors,
@@ -89,10 +90,11 @@ def eval_run(
     resource: ServedResource = "policy",
     set_: Overrides = None,
     plugin: PluginPaths = None,
+    hot_reload: HotReload = False,
     debug: Debug = False,
 ) -> None:
     """Ask a model the questions of suites and print what its answers come to, with intervals."""
-    with one_line_errors(debug), plugins_at(plugin):
+    with one_line_errors(debug), plugins_at(plugin, hot_reload=hot_reload):
         if dry_run:
             look_ahead()
         given = {"--served-model": served_model, "--revision": revision, "--api": api, "--backend": backend}

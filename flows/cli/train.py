@@ -13,6 +13,7 @@ from flows.cli.common import (
     DataPath,
     Debug,
     DryRun,
+    HotReload,
     ModelAddress,
     Overrides,
     PluginPaths,
@@ -70,9 +71,10 @@ def _command_with_reward(kind: str, meaning: str) -> Callable[..., None]:
         dry_run: DryRun = False,
         set_: Overrides = None,
         plugin: PluginPaths = None,
+        hot_reload: HotReload = False,
         debug: Debug = False,
     ) -> None:
-        with one_line_errors(debug), plugins_at(plugin):
+        with one_line_errors(debug), plugins_at(plugin, hot_reload=hot_reload):
             _train(kind, config, Given(model, data, reward, resume, nproc), parse_overrides(set_), dry_run, debug)
 
     command.__doc__ = meaning

@@ -13,8 +13,8 @@ keeps others from its work (default 20). ``ROLLOUT_UPLOAD_PART_BYTES`` is the si
 to a bucket (default 16 MiB), and ``ROLLOUT_MAX_BLOB_BYTES`` refuses to store larger ones there (default: no limit).
 ``ROLLOUT_UI_URL`` is where people reach the pages of `rollout ui`, for links to runs (default: none).
 ``ROLLOUT_PLUGINS`` lists folders of plugins, separated as in ``PATH`` (default: none); ``--plugin`` puts its own first.
-They say where, never what: no setting enters a cache key.
-(``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
+They say where, never what: no setting enters a cache key. Two do: ``ROLLOUT_NUMERICS``, which `determinism` reads, and
+``ROLLOUT_HOT_RELOAD``, which ``--hot-reload`` sets to what no other run has, so that nothing else asks for its scores.
 
 A secret is ``ROLLOUT_SECRET_<NAME>`` there, or elsewhere (see `secret_sources`), and only names on the list are read: a
 configuration names secrets and may come from anyone who can start a run; the list is the worker's own, so nobody can
@@ -82,6 +82,15 @@ PLUGINS = "ROLLOUT_PLUGINS"
 def plugin_paths() -> list[str]:
     """Folders in which plugins are looked for before all others."""
     return [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
+
+
+HOT_RELOAD = "ROLLOUT_HOT_RELOAD"
+
+
+def hot_reload() -> str | None:
+    """What a run's plugins count as in keys, in place of their files, which may be edited while it goes; None where
+    they are used as they were read."""
+    return os.environ.get(HOT_RELOAD) or None
 
 
 def ui_address() -> str | None:

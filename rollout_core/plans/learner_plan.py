@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_core import DISTRIBUTION
 from rollout_core.base.determinism import num_gpus
 from rollout_core.base.errors import ConfigError, near
+from rollout_core.base.settings import HOT_RELOAD, hot_reload
 from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
@@ -112,6 +113,18 @@ class LearnerPlan(Plan):
     run_name: str = ""
     keeps_last: bool = False
     """Whether its run keeps only the last training state."""
+    _has_plugins: bool = False
+
+    def done(self) -> dict[str, Any]:
+        """As of every plan. With ``--hot-reload`` there is what can be reloaded, where this process finds it."""
+        if hot_reload() is not None:
+            if not self.violations and not self._has_plugins:
+                self.violations.append("--hot-reload: got no plugin; expected a reward of kind 'plugin'")
+            if self.placed:
+                self.violations.append(
+                    "--hot-reload: got [placement]; expected none, as other machines do not see the files of plugins"
+                )
+        return super().done()
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
         """What the settings of every learner ask of machine and model is there."""
@@ -453,6 +466,7 @@ class LearnerPlan(Plan):
 
     def _load_reward(self, spec: RewardSpec) -> None:
         source = read_source(spec, self.base)
+        self._has_plugins |= bool(source.plugins)
         loaded = load_reward(spec, base=self.base, source=source)
         loaded.close()
         self.facts |= {
@@ -644,6 +658,8 @@ def plan_nightly(
 ) -> dict[str, Any]:
     """Check a nightly run; ``keep`` as of `plan_training`. Raises ConfigError naming all that is wrong."""
     plan = _plan_of(config.run, base, connections, keep=keep)
+    if hot_reload() is not None:
+        plan.violations.append(f"{HOT_RELOAD} is set; expected not, as a nightly run promotes a model by its rewards")
     plan.places()
     _placement(plan, config)
     plan.no_resume(config.run, "a nightly run resumes by itself when it is started again; leave it out")

@@ -20,7 +20,7 @@ from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import Limits
 from rollout_core.base.stopping import raise_if_stopping
-from rollout_core.plugins.identity import PluginCode
+from rollout_core.plugins.identity import PluginCode, file_times, read_plugin
 from rollout_core.plugins.manifest import check_config
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,17 @@ class CallFailed(Fatal):
     """A call came to no answer, and cost what it was about. ``str`` names the plugin."""
 
 
+@dataclass(frozen=True)
+class Reload:
+    """Edited files of a plugin that was at work, which were taken, or refused."""
+
+    code: PluginCode
+    """The plugin as it is called from then on."""
+    seconds: float
+    problem: str = ""
+    """Why they were refused."""
+
+
 @dataclass
 class CallFigures:
     """What calls of a plugin came to."""
@@ -51,17 +62,27 @@ class CallFigures:
     """Of those that failed, the first `MOST_ERRORS`."""
     loaded_seconds: list[float] = field(default_factory=list)
     """What each start took."""
+    reloads: list[Reload] = field(default_factory=list)
+    """Of files that were edited meanwhile."""
 
 
 class PluginProcess:
     """A plugin with a configuration, in a process of its own. Calls take turns.
 
     ``adapter``: of a Python plugin, ``module:function`` that makes of its name, and what its factory made, the function
-    that answers payloads. ``on_line`` gets what the plugin writes to its output, and what is to be said of it.
+    that answers payloads. ``on_line`` gets what the plugin writes to its output, and what is to be said of it. One that
+    ``reloads`` looks before each call whether the plugin's folder still has the files that run, and takes those that it
+    has. Where it cannot be started from them it says why, and continues with the files before.
     """
 
     def __init__(
-        self, code: PluginCode, config: Mapping[str, Any], *, adapter: str, on_line: Callable[[str], None]
+        self,
+        code: PluginCode,
+        config: Mapping[str, Any],
+        *,
+        adapter: str,
+        on_line: Callable[[str], None],
+        reloads: bool = False,
     ) -> None:
         """Raises ConfigError for a configuration that the plugin's schema refuses. Starts nothing."""
         self.code = code
@@ -75,21 +96,27 @@ class PluginProcess:
         self._lock = threading.Lock()
         self._failures = 0
         self._figures = CallFigures()
+        self._reloads = reloads
+        self._file_times: object = None
+        self._child = self._new_child()
+        self._folder: Path | None = None
+        self._scratch = ExitStack()
+        self._end = weakref.finalize(self, self._scratch.close)
+
+    def _new_child(self) -> Child:
+        manifest = self.code.manifest
         memory = manifest.runtime.memory_mib
-        self._child = Child(
+        return Child(
             _SIDECAR if manifest.mode == "sidecar" else _IN_PROCESS,
             Limits(
                 seconds=manifest.limits.call_seconds,
                 memory_bytes=None if memory is None else memory * 2**20,
                 processes=manifest.limits.processes,
             ),
-            on_line=lambda line: on_line(f"plugin {code.name}: {line}"),
+            on_line=lambda line: self._on_line(f"plugin {manifest.name}: {line}"),
             prepare=self._prepare,
             prepare_seconds=manifest.limits.start_seconds,
         )
-        self._folder: Path | None = None
-        self._scratch = ExitStack()
-        self._end = weakref.finalize(self, self._scratch.close)
 
     def start(self) -> None:
         """Start it where it does not run. Raises ConfigError where it cannot be, or refuses its configuration."""
@@ -109,6 +136,8 @@ class PluginProcess:
         is to blame, and Fatal for the last of `MOST_FAILURES` that ended its process.
         """
         with self._lock:
+            if self._reloads:
+                self._reload_if_edited()
             began = time.monotonic()
             try:
                 answer = self._answer(payload)
@@ -206,6 +235,69 @@ class PluginProcess:
         mode = manifest.mode.replace("_", " ")
         self._on_line(f"plugin_loaded {manifest.title} ({self.code.id.short}), {mode}, in {seconds:.2f} s")
 
+    def _reload_if_edited(self) -> None:
+        folder, began = self.code.folder, time.monotonic()
+        if not folder.is_dir():
+            return  # filed code, on a machine that has no such folder
+        try:
+            if (times := file_times(folder)) == self._file_times:
+                return
+            self._file_times = times
+            edited = read_plugin(folder, package=self.code.package)
+            if edited.id == self.code.id:
+                return
+            self._take(edited)
+            problem = ""
+        except ConfigError as error:
+            problem = str(error)
+        seconds = time.monotonic() - began
+        self._figures.reloads.append(Reload(self.code, seconds, problem))
+        about = f"{self.code.manifest.title} ({self.code.id.short})"
+        if problem:
+            self._on_line(f"plugin_reloaded {about}: edited files are not taken, and those it has stay: {problem}")
+        else:
+            self._on_line(f"plugin_reloaded {about}, in {seconds:.2f} s")
+
+    def _take(self, edited: PluginCode) -> None:
+        """Raises ConfigError where it cannot be; it is then as before."""
+        before = self.code
+        if (edited.name, edited.manifest.kind) != (before.name, before.manifest.kind):
+            got, expected = (f"{code.manifest.kind} {code.name}" for code in (edited, before))
+            raise ConfigError(f"plugin {before.name}: its manifest is of {got} now; expected {expected}")
+        check_config(edited.manifest, self._config, edited.files)
+        if self._reloads_itself(edited):
+            self.code = edited
+            return
+        self._replace(edited)
+        try:
+            self._child.start()
+        except ConfigError:
+            self._replace(before)
+            raise
+
+    def _reloads_itself(self, edited: PluginCode) -> bool:
+        """Whether a sidecar that runs says that it runs the edited files, which are in its working folder by then."""
+        before, folder = self.code, self._folder
+        is_sidecar = before.manifest.mode == "sidecar" and self._child.is_running
+        if not is_sidecar or folder is None or edited.manifest != before.manifest:
+            return False
+        for path in before.files.keys() - edited.files.keys():
+            (folder / path).unlink(missing_ok=True)
+        edited.write(folder.parent)
+        changed = before.files.keys() ^ edited.files.keys()
+        changed |= {path for path in before.files.keys() & edited.files if before.files[path] != edited.files[path]}
+        try:
+            answer = self._child.call({"reload": {"files": sorted(changed)}})
+        except (Fatal, Recoverable):
+            return False  # it is started again, which is as good
+        result = answer.get("result")
+        return isinstance(result, dict) and result.get("reloaded") is True
+
+    def _replace(self, code: PluginCode) -> None:
+        self._end_child()
+        self.code, self._failures = code, 0
+        self._child = self._new_child()
+
     def _unpacked(self) -> Path:
         if self._folder is None:
             self._folder = self.code.write(self._scratch.enter_context(scratch_folder("plugin")))
@@ -214,9 +306,12 @@ class PluginProcess:
     def close(self) -> None:
         """End it, after a sidecar was asked to; a later call starts it anew."""
         with self._lock:
-            if self._child.is_running and self.code.manifest.mode == "sidecar":
-                with suppress(Fatal, Recoverable):
-                    self._child.call({"shutdown": True})
-            self._child.close()
-            self._scratch.close()
-            self._folder = None
+            self._end_child()
+
+    def _end_child(self) -> None:
+        if self._child.is_running and self.code.manifest.mode == "sidecar":
+            with suppress(Fatal, Recoverable):
+                self._child.call({"shutdown": True})
+        self._child.close()
+        self._scratch.close()
+        self._folder = None

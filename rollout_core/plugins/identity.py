@@ -8,6 +8,7 @@ import base64
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -68,6 +69,7 @@ class PluginCode:
         for path, content in self.files.items():
             file = own / path
             file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # an earlier one is read-only, and may be open
             file.write_bytes(content)
             file.chmod(0o500 if path in self.executable else 0o400)
         return own
@@ -120,6 +122,17 @@ def read_plugin(folder: Path, *, package: str | None = None) -> PluginCode:
         raise ConfigError(f"plugin folder {folder}: got no {MANIFEST}; expected one")
     manifest = parse_manifest(files[MANIFEST], str(folder / MANIFEST), files, package)
     return PluginCode(manifest, folder, files, frozenset(executable), package)
+
+
+def file_times(folder: Path) -> list[tuple[str, int, int]]:
+    """Of the files that `read_plugin` reads, when each was last written and its size: whether it is worth reading them
+    again. Raises ConfigError as it does."""
+    times: list[tuple[str, int, int]] = []
+    for path in _paths(folder):
+        with suppress(FileNotFoundError):  # removed meanwhile, as an editor does that writes another in its place
+            status = path.stat()
+            times.append((str(path), status.st_mtime_ns, status.st_size))
+    return times
 
 
 def _paths(folder: Path) -> Iterator[Path]:

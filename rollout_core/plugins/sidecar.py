@@ -1,9 +1,9 @@
 """The process that looks after a sidecar: it starts the program, speaks with it over a Unix socket, and ends it.
 
 A message is JSON in UTF-8, with its length in bytes before it, a big-endian unsigned number of four bytes. Each request
-is an object with ``method`` (``Init``, ``Preflight``, ``Call``, ``Shutdown``) and ``payload``; each answer one with
-``result``, or with ``error``, a text. What runs here is `handle`, by `host`; limits on time, memory and processes are
-those of `rollout_core.base.isolation`, as the program is a child of this process.
+is an object with ``method`` (``Init``, ``Preflight``, ``Call``, ``Reload``, ``Shutdown``) and ``payload``; each answer
+one with ``result``, or with ``error``, a text. What runs here is `handle`, by `host`; limits on time, memory and
+processes are those of `rollout_core.base.isolation`, as the program is a child of this process.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
     assert _sidecar is not None, "the caller starts it first"
     if "shutdown" in request:
         return _sidecar.shut_down()
+    method, payload = ("Reload", request["reload"]) if "reload" in request else ("Call", request["payload"])
     if (reason := _sidecar.ended()) is not None:
         return {"gone": reason}
     try:
-        return _sidecar.ask("Call", request["payload"])
+        return _sidecar.ask(method, payload)
     except _Unread as error:
         return {"gone": error.reason}
 

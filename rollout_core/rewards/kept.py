@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_core.base.ids import ContentId
+from rollout_core.base.settings import hot_reload
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.retention.unstored import local_model
@@ -39,7 +40,7 @@ def open_reward(
     as `load_reward`.
     """
     source = source_of(reward, base, reward_source, objects)
-    read = [*source.codes.values(), *source.plugins.values()]
+    read = [*source.codes.values(), *(source.plugins.values() if hot_reload() is None else ())]
     changed = [path for code in read if (path := code.changed_file()) is not None]
     if changed:
         on_warning(

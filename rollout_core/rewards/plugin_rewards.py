@@ -13,10 +13,12 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, near, shown
 from rollout_core.base.ids import canonical_json
+from rollout_core.base.settings import hot_reload
 from rollout_core.config.rewards import PluginReward
 from rollout_core.plugins.cases import TEST_CASES, Case
 from rollout_core.plugins.host import CallFailed, PluginProcess
 from rollout_core.plugins.identity import PluginCode
+from rollout_core.plugins.manifest import Manifest
 from rollout_core.rewards.call_forms import form_of
 from rollout_core.rewards.scoring import (
     INPUT_FIELDS,
@@ -37,10 +39,10 @@ class PluginScores:
 
     def __init__(self, spec: PluginReward, code: PluginCode, on_line: Callable[[str], None]) -> None:
         self._name = spec.name
-        self._batch_size = code.manifest.limits.batch_size
-        self._plugin = PluginProcess(code, spec.config, adapter=ADAPTER, on_line=on_line)
+        self.address = spec.address
+        reloads = hot_reload() is not None
+        self._plugin = PluginProcess(code, spec.config, adapter=ADAPTER, on_line=on_line, reloads=reloads)
         self.close, self.take_figures = self._plugin.close, self._plugin.take_figures
-        self.manifest = code.manifest
         try:
             self._plugin.start()
         except BaseException:
@@ -52,10 +54,15 @@ class PluginScores:
         for `CallFailed`."""
         known = list(places(inputs))
         found: list[Score | Fatal] = []
-        for start in range(0, len(inputs), self._batch_size):
-            part = slice(start, start + self._batch_size)
+        while len(found) < len(inputs):
+            part = slice(len(found), len(found) + self.manifest.limits.batch_size)
             found += self._scores(inputs[part], known[part])
         return found
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the plugin as it is called now."""
+        return self._plugin.code.manifest
 
     def _scores(self, inputs: Sequence[RewardInput], known: Sequence[str]) -> list[Score | Fatal]:
         rows = [{name: as_plain(sample, name) for name in INPUT_FIELDS} for sample in inputs]

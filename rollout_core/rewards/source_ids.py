@@ -13,6 +13,7 @@ from typing import Literal
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.settings import hot_reload
 from rollout_core.config.judges import JudgeReward
 from rollout_core.config.rewards import (
     CompositeReward,
@@ -25,13 +26,15 @@ from rollout_core.config.rewards import (
 )
 from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.origins import SHOWN_FILES, Source, code_behind, record_import
+from rollout_core.objects.origins import SHOWN_FILES, Source, code_behind, record_import, sources_of
 from rollout_core.objects.trees import hash_file
 from rollout_core.plugins.discovery import find_plugin
 from rollout_core.plugins.identity import PluginCode
 from rollout_core.rewards.user_code import UserCode, read_code
 
 HELD_SOURCES = 32
+HOT_RELOADED = "hot reload"
+"""In the address of a plugin's source: its files may have been edited while the run went."""
 _held: dict[ContentId, RewardSource] = {}
 _held_lock = threading.Lock()
 
@@ -123,6 +126,11 @@ def filed_codes(objects: ObjectStore, source: ContentId) -> dict[str, UserCode |
     }
 
 
+def is_hot_reloaded(objects: ObjectStore, content: ContentId) -> bool:
+    """Whether scores of this reward are of a run with ``--hot-reload``, so that no code is known to make them again."""
+    return any(f"({HOT_RELOADED}, " in source.address for source in sources_of(objects, content))
+
+
 def _hold(source: RewardSource) -> None:
     with _held_lock:
         _held.pop(source.id, None)
@@ -163,7 +171,7 @@ def record_code(objects: ObjectStore, spec: RewardSpec, source: RewardSource) ->
     for code in source.codes.values():
         file_code(objects, source.id, code, "reward")
     for address, plugin in source.plugins.items():
-        _file_plugin(objects, source.id, address, plugin)
+        file_plugin(objects, source.id, address, plugin)
     if not source.codes and not source.plugins:
         record_import(objects, source.id, Source(kind="reward", address=spec.kind, size_bytes=0, num_files=0))
 
@@ -187,10 +195,13 @@ def file_code(
     return filed
 
 
-def _file_plugin(objects: ObjectStore, content: ContentId, address: str, plugin: PluginCode) -> None:
+def file_plugin(objects: ObjectStore, content: ContentId, address: str, plugin: PluginCode) -> None:
+    """File a plugin's files as a document, and note where they were read for ``content``. A run with ``--hot-reload``
+    does so for each state of them that it used."""
+    state = f" ({HOT_RELOADED}, {plugin.id.short})" if hot_reload() is not None else ""
     found = Source(
         kind="reward",
-        address=f"plugin {address} {plugin.manifest.version}",
+        address=f"plugin {address} {plugin.manifest.version}{state}",
         place=str(plugin.folder.resolve()),
         size_bytes=sum(map(len, plugin.files.values())),
         num_files=len(plugin.files),
@@ -220,6 +231,8 @@ def _source_id(
         return content_id("reward/1", spec.cache_identity())
     if isinstance(spec, PluginReward):
         known = {"kind": spec.kind, "name": spec.name, "config": spec.config}
+        if (token := hot_reload()) is not None:
+            return content_id("reward/1", {**known, "hot_reload": token})
         return content_id("reward/1", {**known, "plugin": plugins[spec.address].id})
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)

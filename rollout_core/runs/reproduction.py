@@ -16,7 +16,7 @@ from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
 from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
-from rollout_core.rewards.source_ids import filed_codes, hold_source
+from rollout_core.rewards.source_ids import filed_codes, hold_source, is_hot_reloaded
 
 REWARD, REWARD_SOURCE = "reward", "reward_source"
 NAMED = ("model", "reference", "dataset", "held_out", "prompts", "tasks", "rows", "start_from", "train_state")
@@ -132,6 +132,11 @@ def hold_code(source: ObjectStore, step: Step, base: Path | None) -> None:
     wanted = step.inputs.get(REWARD_SOURCE)
     if reward is None or wanted is None:
         return
+    if is_hot_reloaded(source, wanted):
+        raise ConfigError(
+            f"reward {ContentId(wanted).short} is of plugins that ran with --hot-reload: which of their files made "
+            "which score is not known, and it cannot be made again; run it without --hot-reload"
+        )
     if hold_source(reward, filed_codes(source, wanted), base) != wanted:
         raise ConfigError(f"the filed code of its reward is not that of {ContentId(wanted).short}")
 

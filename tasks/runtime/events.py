@@ -35,7 +35,16 @@ from tasks.runtime.journal import Learning, current_journal, stage_logger, title
 STDERR = "stderr"
 """In place of a file's name."""
 FREQUENT = frozenset(
-    {"work_start", "work_end", "train_step", "samples_done", "plugin_loaded", "plugin_call", "plugin_call_error"}
+    {
+        "work_start",
+        "work_end",
+        "train_step",
+        "samples_done",
+        "plugin_loaded",
+        "plugin_reloaded",
+        "plugin_call",
+        "plugin_call_error",
+    }
 )
 """Topics that the server does not get: it is no place for thousands of them, and of stages it has its own task runs."""
 _ID, _NAME, _ROLE = "prefect.resource.id", "prefect.resource.name", "prefect.resource.role"
@@ -194,6 +203,19 @@ class PluginLoaded(_Event):
     seconds: float
 
 
+class PluginReloaded(_Event):
+    """Files of a plugin were edited while a run with ``--hot-reload`` went. ``problem``: why they were not taken."""
+
+    topic: Literal["plugin_reloaded"] = "plugin_reloaded"
+    plugin: str
+    version: str
+    mode: str
+    id: str
+    """Content id of the files that it runs from then on."""
+    seconds: float
+    problem: str = ""
+
+
 class PluginCall(_Event):
     """Calls of a plugin in a stage that ended, together."""
 
@@ -245,6 +267,7 @@ Event = Annotated[
     | SamplesDone
     | SamplesSkipped
     | PluginLoaded
+    | PluginReloaded
     | PluginCall
     | PluginCallError
     | Promoted

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.cli.common import plugins_at
 from flows.reproduce import plan_reproduction, reproduce
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import TrainGRPOConfig, parse_config
@@ -163,6 +164,54 @@ def test_starts_calls_and_failures_are_events(
     assert 0 < calls.slowest_seconds <= calls.seconds
 
 
+@pytest.mark.server
+def test_scores_of_a_run_with_hot_reload_are_of_no_other_run_and_say_so(
+    prefect_server, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from prefect import flow
+
+    from flows.evaluation import judge_of
+    from rollout_core.config.rewards import PluginReward
+    from tasks.score import score_rewards
+
+    mine = shutil.copytree(EXAMPLES / "brevity", here / "plugins/mine") / "brevity.py"
+    spec = PluginReward(kind="plugin", name="brevity")
+    given = [completions_of("a"), completions_of("a", "b")]
+
+    @flow(name="test-plugin-hot-reload", persist_result=False)
+    def scored(edit: str | None = None) -> tuple[ContentId, list[list[float]]]:
+        judge, found = judge_of(spec), []
+        for completions in given:
+            scores = score_rewards(completions, judge.reward, judge.source)
+            found.append(json.loads(objects().get_bytes(scores.scores)))
+            if edit is not None:
+                mine.write_text(mine.read_text().replace("max(0.0", edit))
+        return judge.source, found
+
+    file = tmp_path / "events.ndjson"
+    try:
+        stable, first = scored()
+        monkeypatch.setenv("ROLLOUT_EVENTS", str(file))
+        with plugins_at(None, hot_reload=True):
+            hot, edited = scored("5 + max(0.0")
+            [(before, after)] = [sources_of(objects(), hot)]
+        with plugins_at(None, hot_reload=True):
+            again, after_it = scored()
+        mine.write_text(mine.read_text().replace("5 + 5 + ", ""))
+        assert scored() == (stable, first), "what is filed under the stable key is as it was"
+    finally:
+        kept.close_rewards()
+    assert len({stable, hot, again}) == 3
+    assert (first, edited, after_it) == ([[1.0], [1.0, 1.0]], [[1.0], [6.0, 6.0]], [[11.0], [11.0, 11.0]])
+    lines = [EVENT.validate_json(line) for line in file.read_bytes().splitlines()]
+    [reloaded] = [line for line in lines if line.topic == "plugin_reloaded"]
+    assert (reloaded.plugin, reloaded.problem) == ("brevity", "")
+    assert before.address.startswith("plugin brevity 0.1.0 (hot reload, ")
+    assert after.address.endswith(f"{ContentId(reloaded.id).short})"), "each state of the files that was used is filed"
+    assert source_ids.is_hot_reloaded(objects(), hot)
+    assert not source_ids.is_hot_reloaded(objects(), stable)
+
+
 def completions_of(*prompts: str) -> Completions:
     """One to each prompt, of which no store knows."""
     ids = [hash_bytes(f"plugin {number}".encode()) for number in range(len(prompts))]
@@ -217,6 +266,10 @@ def test_a_plan_finds_plugins_of_the_command_and_refuses_their_wrong_configurati
     code, output = planned({"kind": "plugin", "name": "brevity", "conifg": {}}, *given)
     assert code == 2
     assert "algorithm.reward.conifg: unknown key; did you mean 'config'?" in output
+    code, output = planned({"kind": "exact_match"}, "--hot-reload")
+    assert (code, output) == (2, "rollout: --hot-reload: got no plugin; expected a reward of kind 'plugin'\n")
+    code, output = planned(composite("brevity", limit=6), *given, "--hot-reload")
+    assert code == 0, output
 
 
 def test_the_published_schema_is_that_of_every_plugin(here: Path):
