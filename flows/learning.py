@@ -14,7 +14,6 @@ from flows.suites import RunSuites
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     DatasetSettings,
-    DatasetSource,
     LearnerSettings,
     NightlyConfig,
     OnPolicySettings,
@@ -121,7 +120,7 @@ def policy_iterations(
     return Iterations(rewards, checkpoints, outcome)
 
 
-_IMPORTS: dict[str, Callable[[DatasetSource], Dataset]] = {
+_IMPORTS: dict[str, Callable[[Any], Dataset]] = {
     "sft": import_sft,
     "rm": import_pairs,
     "dpo": import_pairs,

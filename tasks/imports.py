@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from rollout_core.base.ids import is_content_id
-from rollout_core.config import DatasetSource, ModelSource
+from rollout_core.config import DatasetSource, DemonstrationSource, EpisodesDataset, ModelSource
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, record_origin
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
 from rollout_core.models.locating import import_model as file_model, is_gguf, known_model, locate_model
+from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.records import Dataset, Model
+from rollout_core.runs.played_episodes import read_episodes
 from tasks.runtime import connections
 from tasks.runtime.artifacts import import_progress
 from tasks.runtime.dry_run import dry_run_remark
@@ -43,9 +45,9 @@ def import_prompts(source: DatasetSource, *, label: str = "") -> Dataset:
 
 
 @stage(version=1, cached=False, imports=True, time="importing")
-def import_sft(source: DatasetSource) -> Dataset:
+def import_sft(source: DemonstrationSource) -> Dataset:
     """File SFT rows in the object store in canonical form."""
-    return _import(source, SftRow)
+    return _import_episodes(source) if isinstance(source, EpisodesDataset) else _import(source, SftRow)
 
 
 @stage(version=1, cached=False, imports=True, time="importing")
@@ -69,6 +71,15 @@ def import_tasks(source: DatasetSource, *, label: str = "") -> Dataset:
 def import_reward(spec: RewardSpec) -> RewardSpec:
     """``spec`` with its reward models filed in the object store and named by content."""
     return with_models(spec, lambda uri: import_model(ModelSource(uri=uri)).model)
+
+
+def _import_episodes(source: EpisodesDataset) -> Dataset:
+    objects = current_stage().objects
+    episodes = read_episodes(source, objects, connections.database_url())
+    stage_logger().info("episodes of run %s: %s", source.run, episodes.remark())
+    dataset = import_dataset(objects, map(SftRow.model_validate, episodes.documents))
+    record_derivation(objects, "read_episodes", {"rollouts": episodes.rollouts}, (dataset.data,))
+    return dataset
 
 
 def _import(source: DatasetSource, model: type[Row]) -> Dataset:

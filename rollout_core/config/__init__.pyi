@@ -19,6 +19,8 @@ from .base import (
     SCHEMA_VERSION as SCHEMA_VERSION,
     ColumnSource as ColumnSource,
     DatasetSource as DatasetSource,
+    DemonstrationSource as DemonstrationSource,
+    EpisodesDataset as EpisodesDataset,
     FilesDataset as FilesDataset,
     HuggingFaceDataset as HuggingFaceDataset,
     JsonlDataset as JsonlDataset,

@@ -321,7 +321,29 @@ class StoredDataset(_Dataset):
     """Content id of a file of rows, or of a folder of them, or its first digits, at least 8."""
 
 
+class EpisodesDataset(_Dataset):
+    """Episodes that an earlier run played in an environment, as conversations."""
+
+    address_key = "run"
+
+    kind: Literal["episodes"]
+    run: Address = Field(min_length=1)
+    """Name of the run, of several the last; or the first digits of its id. Held-out episodes are left out."""
+    min_reward: float | None = None
+    """Least reward of an episode that is taken."""
+    best: float = Field(default=1.0, gt=0, le=1)
+    """Share of the episodes that is taken, after ``min_reward``: those with the highest rewards."""
+
+    @model_validator(mode="after")
+    def _rows_have_their_form(self) -> EpisodesDataset:
+        if self.columns or self.format is not None:
+            raise ValueError("episodes are conversations as they are; leave out columns and format")
+        return self
+
+
 DatasetSource = FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset
+DemonstrationSource = DatasetSource | EpisodesDataset
+"""Where rows are that an answer of the model is learned from as it is."""
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, WrapValidator, model_validator
 
 from rollout_core.base.determinism import is_portable_here, mixed_precision, numerics_identity, probe_device
-from rollout_core.config.base import EXPLAINED, DatasetSource, ModelSource, Settings
+from rollout_core.config.base import EXPLAINED, DatasetSource, DemonstrationSource, ModelSource, Settings
 from rollout_core.config.curriculum import Curriculum
 from rollout_core.config.optimizers import EIGHT_BITS, WHOLE_MATRICES, OptimizerConfig
 from rollout_core.config.own_loss import LABEL_LOSS, PAIR_LOSS, OwnLoss
@@ -300,7 +300,7 @@ class DatasetSettings(LearnerSettings):
 
     identity_without_default = LearnerSettings.identity_without_default | {"evaluation", "ema_decay", "curriculum"}
 
-    dataset: DatasetSource
+    dataset: DemonstrationSource
     sequence: SequenceConfig = SequenceConfig()
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None
@@ -352,8 +352,8 @@ class SFTSettings(DatasetSettings):
     identity_without_default = DatasetSettings.identity_without_default | {"distillation"}
     family = update = "sft"
 
-    dataset: DatasetSource
-    """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
+    dataset: DemonstrationSource
+    """Rows ``{prompt, completion}`` or ``{messages: [...]}``, or episodes of an environment."""
     loss_on: LossOn = LossOn()
     """Which tokens are trained."""
     distillation: Distillation | None = None

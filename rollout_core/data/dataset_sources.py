@@ -27,6 +27,8 @@ from rollout_core.base.settings import without_password
 from rollout_core.base.watching import current_amount
 from rollout_core.config import (
     DatasetSource,
+    DemonstrationSource,
+    EpisodesDataset,
     FilesDataset,
     HuggingFaceDataset,
     InputGlob,
@@ -130,23 +132,30 @@ class RowStream(Generic[RowT]):
         return sum(1 for _ in self)
 
 
+EpisodesReader = Callable[[EpisodesDataset], tuple[Iterable[dict[str, Any]], str]]
+"""Conversations of a run's episodes, and what is to be said of them."""
+
+
 def read_dataset(
-    source: DatasetSource,
+    source: DemonstrationSource,
     model: type[RowT],
     *,
     base: Path,
     objects: ObjectStore | None = None,
     download: bool = True,
+    episodes: EpisodesReader | None = None,
 ) -> RowStream[RowT]:
     """Rows of ``source``; relative paths start at ``base``.
 
-    Iterating raises as `RowStream` says; and Unchecked for what is in an object store that is not given, or, without
-    ``download``, on the hub.
+    Iterating raises as `RowStream` says; and Unchecked for what is in an object store that is not given, for episodes
+    that nobody reads, or, without ``download``, for what is on the hub.
     """
 
     reading = Reading(source.columns, source.format)
 
     def documents() -> Iterable[PlacedDocument]:
+        if isinstance(source, EpisodesDataset):
+            return _episode_documents(source, episodes, reading)
         if isinstance(source, StoredDataset):
             return stored_documents(source, objects, reading)
         if isinstance(source, HuggingFaceDataset):
@@ -159,6 +168,17 @@ def read_dataset(
 
     found = RowStream(documents, model, source.address, reading)
     return found
+
+
+def _episode_documents(
+    source: EpisodesDataset, episodes: EpisodesReader | None, reading: Reading
+) -> Iterator[PlacedDocument]:
+    if episodes is None:
+        raise Unchecked(f"episodes of run {source.run!r}, as object store and database cannot be reached")
+    found, remark = episodes(source)
+    reading.note(remark)
+    for number, document in enumerate(found, start=1):
+        yield "episode ", number, document
 
 
 def stored_rows(objects: ObjectStore, dataset: ContentId, model: type[RowT]) -> RowStream[RowT]:

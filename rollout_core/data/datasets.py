@@ -304,6 +304,7 @@ class Reading:
         self._detected: dict[str, int] = {}
         self._left_out: dict[str, tuple[int, str]] = {}
         self._whole: dict[str, None] = {}
+        self._notes: list[str] = []
 
     @property
     def takes_rows_as_they_are(self) -> bool:
@@ -327,6 +328,10 @@ class Reading:
         count, first = self._left_out.get(key, (0, place))
         if key in self._left_out or len(self._left_out) < SHOWN_PLACES_OF:
             self._left_out[key] = (count + 1, first)
+
+    def note(self, sentence: str) -> None:
+        """Keep a remark of what the rows are made of."""
+        self._notes.append(sentence)
 
     def check_columns(self) -> None:
         """Raises ConfigError where rows were seen, and a column that the configuration names in none of them."""
@@ -362,6 +367,7 @@ class Reading:
         return tuple(self._remarks())
 
     def _remarks(self) -> Iterator[str]:
+        yield from self._notes
         for form, count in self._detected.items():
             yield f"{count} rows are read as {NAMES[form]}, by their keys"
         for column in [*self._whole][:SHOWN_PLACES_OF]:

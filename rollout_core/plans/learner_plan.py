@@ -18,6 +18,7 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
+    DemonstrationSource,
     EngineConfig,
     EvalConfig,
     EvaluatedTraining,
@@ -305,7 +306,7 @@ class LearnerPlan(Plan):
         self.resources(what, kind, settings, tokens, states, rows=1 if kind == "kto" else 2)
         return report
 
-    def training_rows(self, what: str, dataset: DatasetSource, asked: RowForm[Any, Any]) -> DataReport | None:
+    def training_rows(self, what: str, dataset: DemonstrationSource, asked: RowForm[Any, Any]) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.
 
         Where an earlier run, or plan, has tokenised the same rows, its report is taken.

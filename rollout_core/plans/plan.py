@@ -21,6 +21,8 @@ from rollout_core.config import (
     AnyBackend,
     BackendConfig,
     DatasetSource,
+    DemonstrationSource,
+    EpisodesDataset,
     ModelSource,
     OnPolicySettings,
     OpenAIBackend,
@@ -46,6 +48,7 @@ from rollout_core.models.locating import Unchecked, check_adapter, describe, rec
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.snapshots import Snapshot, find_start
+from rollout_core.runs.played_episodes import read_episodes
 from rollout_core.store.reachable import Connections
 
 T = TypeVar("T")
@@ -280,8 +283,16 @@ class Plan:
         if remarks:
             self.facts[f"reading {what}"] = "; ".join(remarks)
 
-    def stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
-        return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)
+    def stream(self, dataset: DemonstrationSource, model: type[RowT]) -> RowStream[RowT]:
+        objects, connections = self.objects, self.connections
+
+        def episodes(source: EpisodesDataset) -> tuple[list[dict[str, Any]], str]:
+            assert objects is not None and connections is not None
+            found = read_episodes(source, objects, connections.database_url())
+            return found.documents, found.remark()
+
+        reader = None if objects is None or connections is None else episodes
+        return read_dataset(dataset, model, base=self.base, objects=objects, download=False, episodes=reader)
 
     def sampling(self, what: str, params: SamplingParams, backend: AnyBackend, *, in_parts: bool = False) -> None:
         """The backend can do what is asked of it, with tokens that the model has; ``in_parts``: completions go on."""

@@ -188,6 +188,10 @@ def test_a_turn_that_wrote_nothing_gives_its_reward_to_the_last_token_before_it(
     nothing = torch.zeros(1, 3)
     advantages, _ = episode_gae(nothing, nothing, mask, turns, torch.tensor([1.0]), gamma=1.0, lam=1.0)
     assert advantages.tolist() == [[5.0, 5.0, 1.0]]
+    # Before the first token nothing is to be credited.
+    turns = EpisodeTurns.of([item], Groups([0], 1), [[1, 2]], [[4.0, None, None]])
+    advantages, _ = episode_gae(nothing, nothing, mask, turns, torch.tensor([1.0]), gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [[1.0, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize("form", ["trajectory", "transition"])

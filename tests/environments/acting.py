@@ -30,6 +30,7 @@ from rollout_core.inference.training_samples import TokenSample
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
+from rollout_core.store.types import RolloutMode
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}<|endoftext|>\n{% endif %}"
@@ -117,6 +118,7 @@ class Scene:
         retry_failed: bool = False,
         worker: str = "w",
         looked_at: bool = True,
+        mode: RolloutMode = "train",
         **settings: Any,
     ) -> Tally:
         """What came of episodes of these rows, ``group`` of each. Unless it is ``looked_at``, no object is made before,
@@ -139,7 +141,7 @@ class Scene:
                 base=self.folder,
                 index_folder=self.folder / "search",
                 worker_id=worker,
-                options=BatchOptions(deterministic=False, exclusive=False, generator="g", wait_seconds=0.05),
+                options=BatchOptions(mode=mode, deterministic=False, exclusive=False, generator="g", wait_seconds=0.05),
                 on_progress=lambda progress: None,
             )
         self.works.append(work)

@@ -17,11 +17,21 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config import EvalConfig, NightlyConfig, TrainGRPOConfig, TrainPPOConfig, load_config, parse_config
+from rollout_core.config import (
+    EvalConfig,
+    NightlyConfig,
+    TrainGRPOConfig,
+    TrainPPOConfig,
+    TrainSFTConfig,
+    load_config,
+    parse_config,
+)
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.lineage import all_lineage
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.runs.evaluations import evaluated_models
 from rollout_core.runs.run_records import RunRecords
+from rollout_core.store.reachable import plain_connections
 from tests.conftest import PROJECT
 from tests.flows.conftest import objects, write_toml
 from tests.flows.kills import attempts_after_success
@@ -161,6 +171,38 @@ def test_a_policy_learns_from_what_its_turns_earn(prefect_server: str, work: Pat
     # The same episodes, and another model.
     assert episodes(work) == played and by_turn["rewards"] == by_outcome["rewards"]
     assert by_turn["model"] != by_outcome["model"]
+
+
+def test_a_model_is_fine_tuned_on_the_best_episodes_of_an_earlier_run(prefect_server: str, work: Path):
+    from flows.train import train_grpo, train_sft
+
+    played = document()
+    played["algorithm"]["iterations"] = 1
+    tables: dict[str, Any] = {
+        "num_threads": 1,
+        "algorithm": {
+            "kind": "sft",
+            "base_model": {"uri": "model"},
+            "dataset": {"kind": "episodes", "run": "playing", "best": 0.5},
+            "minibatch_size": 1,
+            "budget": {"max_steps": 1},
+            "optimizer": {"lr": 1e-3},
+            "sequence": {"max_length": 64},
+        },
+    }
+    config = parse_config(tables, TrainSFTConfig)
+    with pytest.raises(ConfigError, match=r"algorithm.dataset.run: no run is recorded under 'playing'"):
+        train_sft(config)
+    train_grpo(parse_config(played, TrainGRPOConfig))
+    tuned = train_sft(config)
+    assert train_sft(config)["model"] == tuned["model"]
+    facts = plan_training(config, Path.cwd(), plain_connections())
+    assert "episodes are rows" in str(facts) and "not among the best" in str(facts)
+    derived = [each for each in all_lineage(objects()) if each.stage == "read_episodes"]
+    assert len(derived) == 1
+    [rows] = derived[0].outputs
+    roles = [[each["role"] for each in json.loads(line)["messages"]] for line in objects().get_bytes(rows).splitlines()]
+    assert roles and all(said == ["user", "assistant", "user", "assistant"] for said in roles)
 
 
 def succeeded() -> set[str]:
