@@ -83,9 +83,13 @@ def test_lines_are_counted_once_also_halves_and_those_of_a_new_file(file: Path):
     events.emit(events.PluginLoaded(plugin="words", version="1", mode="sidecar", seconds=0.2))
     figures = {"calls": 4, "failed": 1, "seconds": 2.5, "slowest_seconds": 2.0}
     events.emit(events.PluginCall(plugin="words", stage="score_rewards", **figures))
+    about = {"plugin": "words", "version": "1", "mode": "sidecar", "id": "ab", "seconds": 0.3}
+    events.emit(events.PluginReloaded(**about))
+    events.emit(events.PluginReloaded(**about, problem="its manifest is wrong"))
     events.emit(events.PluginCallError(plugin="words", stage="score_rewards", error="it hangs"))
     found = read(*source)
     assert value(found, "rollout_plugin_loads_total", plugin="words") == 1
+    assert value(found, "rollout_plugin_reloads_total", plugin="words") == 1, "what was refused is none"
     assert value(found, "rollout_plugin_calls_total", plugin="words") == 4
     assert value(found, "rollout_plugin_call_errors_total", plugin="words") == 1
     assert value(found, "rollout_plugin_call_seconds_total", plugin="words") == 2.5
