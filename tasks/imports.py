@@ -89,5 +89,5 @@ def _import(source: DatasetSource, model: type[Row]) -> Dataset:
         dataset = import_dataset(objects, rows)
     for remark in rows.remarks():
         stage_logger().info("rows of %s: %s", source.address, remark)
-    record_origin(objects, dataset, source, base, rows.commit)
+    record_origin(objects, dataset, source, base, rows)
     return dataset

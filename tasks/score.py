@@ -15,6 +15,7 @@ from rollout_core.data import replay
 from rollout_core.data.replay import Replayed
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.environments.transcripts import file_episodes
+from rollout_core.objects.plugin_files import file_plugin
 from rollout_core.objects.records import (
     AgentRollouts,
     AgentTasks,
@@ -29,7 +30,6 @@ from rollout_core.objects.retention.unstored import local_model
 from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.rewards import kept, scores as filed_scores
 from rollout_core.rewards.scoring import RewardFunction
-from rollout_core.rewards.source_ids import file_plugin
 from tasks.generate import Help, help_inference
 from tasks.runtime import artifacts, connections, events
 from tasks.runtime.endpoint_costs import judged_so_far
@@ -278,7 +278,8 @@ def _report_plugins(reward: RewardFunction, reward_source: ContentId) -> None:
             events.emit(
                 events.PluginReloaded(**about, id=reload.code.id, seconds=reload.seconds, problem=reload.problem)
             )
-            file_plugin(current_stage().objects, reward_source, plugin.address, reload.code)
+            filed = reward_source, plugin.address, reload.code
+            file_plugin(current_stage().objects, *filed, "reward", hot_reloaded=True)
         for error in figures.errors:
             events.emit(events.PluginCallError(plugin=name, stage=stage_name, error=error))
         if figures.calls:

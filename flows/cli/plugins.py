@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +15,31 @@ from rich.table import Table
 from flows.cli.common import AsJson, Debug, PluginPaths, one_line_errors, plugins_at
 from flows.cli.results import print_table
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS, read_cases
+from rollout_core.data import plugin_rows
+from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS, Case, read_cases
 from rollout_core.plugins.discovery import Listed, list_plugins
 from rollout_core.plugins.host import PluginProcess
 from rollout_core.plugins.identity import PluginCode, read_plugin
 from rollout_core.plugins.manifest import KINDS
-from rollout_core.plugins.scaffold import write_plugin
-from rollout_core.rewards.plugin_rewards import ADAPTER, failed_cases
+from rollout_core.plugins.scaffold import usage, write_plugin
+from rollout_core.rewards import plugin_rewards
 
 PluginFolder = Annotated[Path, typer.Argument(metavar="PATH", help="The plugin's folder.")]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How plugins of a kind are started and tested."""
+
+    adapter: str
+    case: type[Case]
+    failed_cases: Callable[[PluginCode, Sequence[tuple[int, Any]], Callable[[str], None]], list[str]]
+
+
+_KINDS = {
+    "reward-model": _Kind(plugin_rewards.ADAPTER, plugin_rewards.RewardCase, plugin_rewards.failed_cases),
+    "data-source": _Kind(plugin_rows.ADAPTER, plugin_rows.RowsCase, plugin_rows.failed_cases),
+}
 
 
 def plugins_list(plugin: PluginPaths = None, as_json: AsJson = False, debug: Debug = False) -> None:
@@ -113,7 +131,8 @@ def plugins_check(
     with one_line_errors(debug):
         code = read_plugin(path)
         began = time.monotonic()
-        process = PluginProcess(code, _config(code, config), adapter=ADAPTER, on_line=_say)
+        adapter = _KINDS[code.manifest.kind].adapter
+        process = PluginProcess(code, _config(code, config), adapter=adapter, on_line=_say)
         try:
             process.start()
         finally:
@@ -125,7 +144,7 @@ def plugins_check(
 
 def _config(code: PluginCode, text: str | None) -> dict[str, Any]:
     if text is None:
-        return next(read_cases(code))[1].config if TEST_CASES in code.files else {}
+        return next(read_cases(code, _KINDS[code.manifest.kind].case))[1].config if TEST_CASES in code.files else {}
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -144,8 +163,9 @@ def plugins_test(path: PluginFolder, debug: Debug = False) -> None:
     with one_line_errors(debug):
         code = read_plugin(path)
         began = time.monotonic()
-        cases = list(read_cases(code))
-        failures = failed_cases(code, cases, _say)
+        kind = _KINDS[code.manifest.kind]
+        cases = list(read_cases(code, kind.case))
+        failures = kind.failed_cases(code, cases, _say)
         seconds = time.monotonic() - began
         for failure in failures:
             typer.echo(failure)
@@ -172,4 +192,4 @@ def plugins_new(
         for path in code.files:
             typer.echo(f"wrote {code.folder / path}")
         typer.echo(f"next: rollout plugins test {code.folder}")
-        typer.echo(f'in a configuration: reward = {{kind = "plugin", name = "{name}", config = {{word = "four"}}}}')
+        typer.echo(f"in a configuration: {usage(code.manifest)}")

@@ -26,6 +26,7 @@ from .base import (
     JsonlDataset as JsonlDataset,
     ModelSource as ModelSource,
     ParquetDataset as ParquetDataset,
+    PluginDataset as PluginDataset,
     RunCost as RunCost,
     RunInfo as RunInfo,
     Settings as Settings,

@@ -25,6 +25,7 @@ from pydantic import (
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import refuse_credentials, without_passwords
 from rollout_core.config.described import Described
+from rollout_core.config.plugin_use import PluginUse
 
 SCHEMA_VERSION = 1
 Address = Annotated[str, AfterValidator(refuse_credentials)]
@@ -321,6 +322,15 @@ class StoredDataset(_Dataset):
     """Content id of a file of rows, or of a folder of them, or its first digits, at least 8."""
 
 
+class PluginDataset(PluginUse, _Dataset):
+    """Rows that a plugin gives, of kind ``data-source``."""
+
+    address_key = "name"
+
+    max_rows: int | None = Field(default=None, ge=1)
+    """So many are taken, the first ones; an endless source needs it. Default: all."""
+
+
 class EpisodesDataset(_Dataset):
     """Episodes that an earlier run played in an environment, as conversations."""
 
@@ -341,7 +351,7 @@ class EpisodesDataset(_Dataset):
         return self
 
 
-DatasetSource = FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset
+DatasetSource = FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset | PluginDataset
 DemonstrationSource = DatasetSource | EpisodesDataset
 """Where rows are that an answer of the model is learned from as it is."""
 

@@ -21,6 +21,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
 from rollout_core.config.judges import JudgeReward
+from rollout_core.config.plugin_use import PluginUse
 from rollout_core.config.reward_settings import RewardSettings
 from rollout_core.config.verifiers import CodeReward, Verified
 
@@ -225,26 +226,13 @@ class ModelReward(RewardSettings):
         return {"kind": self.kind, "model": self.model, **numerics_identity()}
 
 
-class PluginReward(RewardSettings):
+class PluginReward(PluginUse, RewardSettings):
     """The score of a plugin: a folder or package with a ``rollout-plugin.toml``, whose code runs in processes of its
     own."""
 
-    kind: Literal["plugin"]
-    name: str = Field(min_length=1)
-    """As the plugin's manifest has it. It is looked for in ``path``, the folders of ``--plugin``, ``./plugins``, the
-    user's folder of plugins, and installed packages."""
-    path: str | None = Field(default=None, min_length=1)
-    """The plugin's folder, relative to the working folder. Default: found by its name."""
-    config: dict[str, Any] = Field(default={})
-    """The plugin's own configuration, by the JSON Schema that it has for it."""
     max_failed_share: float = Field(default=DEFAULT_FAILED_SHARE, ge=0, le=1)
     """Share of the samples scored together that it may fail on: it crashes, hangs, or answers with neither a finite
     number nor null. They have no score and are counted; where they are more, scoring fails."""
-
-    @property
-    def address(self) -> str:
-        """Which plugin is meant, as the configuration says it."""
-        return self.name if self.path is None else f"{self.path}:{self.name}"
 
     def cache_identity(self) -> Any:
         """Where the plugin lies does not count; its files do, by its `source_id`."""

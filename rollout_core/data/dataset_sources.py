@@ -34,6 +34,7 @@ from rollout_core.config import (
     InputGlob,
     JsonlDataset,
     ParquetDataset,
+    PluginDataset,
     StoredDataset,
     identity,
 )
@@ -48,6 +49,7 @@ from rollout_core.data.datasets import (
     split_lines,
     to_line,
 )
+from rollout_core.data.plugin_rows import plugin_rows
 from rollout_core.data.row_files import (
     COMPRESSED_SUFFIXES,
     FILES_OF_ROWS,
@@ -75,8 +77,11 @@ from rollout_core.objects.buckets import READ_BYTES, RemoteFiles
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.lineage import record_derivation
 from rollout_core.objects.origins import SHOWN_FILES, Source, record_import, source_of_files
+from rollout_core.objects.plugin_files import file_plugin
 from rollout_core.objects.records import Dataset
 from rollout_core.objects.trees import expected, hash_file
+from rollout_core.plugins.discovery import find_plugin
+from rollout_core.plugins.identity import PluginCode
 
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 _STORED = re.compile("[0-9a-f]{8,64}")
@@ -105,6 +110,8 @@ class RowStream(Generic[RowT]):
         self._numbers = array("q")
         self.commit: str | None = None
         """Of the repository on the hub, where the last iteration read one and it is known."""
+        self.plugin: PluginCode | None = None
+        """That gave the rows of the last iteration, where one did."""
 
     def __iter__(self) -> Iterator[RowT]:
         self._names, self._first_rows, self._numbers = [], [], array("q")
@@ -158,6 +165,10 @@ def read_dataset(
             return _episode_documents(source, episodes, reading)
         if isinstance(source, StoredDataset):
             return stored_documents(source, objects, reading)
+        if isinstance(source, PluginDataset):
+            found.plugin = find_plugin(source.name, base, source.path, kind="data-source")
+            rows = enumerate(plugin_rows(source, found.plugin), start=1)
+            return ((f"plugin {source.name}, row ", number, row) for number, row in rows)
         if isinstance(source, HuggingFaceDataset):
             table = _load_hugging_face(source, base / source.uri, download)
             found.commit = _commit_of(table)
@@ -206,11 +217,14 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
 
 def record_origin(
-    objects: ObjectStore, dataset: Dataset, source: DatasetSource, base: Path, commit: str | None
+    objects: ObjectStore, dataset: Dataset, source: DatasetSource, base: Path, rows: RowStream[Any]
 ) -> None:
-    """Note where the rows of a data set came from. ``commit``: of the repository on the hub, where one was read."""
-    if not isinstance(source, StoredDataset):
-        found = source_of_rows(source, base, commit, objects.size(dataset.data))
+    """Note where the ``rows`` of a data set, which were read, came from; a plugin's files are filed."""
+    if isinstance(source, PluginDataset):
+        assert rows.plugin is not None, "its rows were read"
+        file_plugin(objects, dataset.data, source.address, rows.plugin, "data")
+    elif not isinstance(source, StoredDataset):
+        found = source_of_rows(source, base, rows.commit, objects.size(dataset.data))
         record_import(objects, dataset.data, found)
     elif (stored := complete_object_id(objects, source.id)) != dataset.data:
         record_derivation(objects, "read_rows", {"rows": stored}, (dataset.data,))

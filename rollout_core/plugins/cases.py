@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, shown
 from rollout_core.config.base import Settings, parse_config
 from rollout_core.plugins.identity import PluginCode
 
@@ -18,17 +18,16 @@ TEST_SECONDS = 60.0
 
 
 class Case(Settings):
-    """What a plugin is given, and what it answers."""
+    """What a plugin is given, and what it answers: each kind has its own keys besides."""
 
     config: dict[str, Any] = Field(default={})
     """The plugin's configuration."""
-    input: dict[str, Any]
-    """Of a reward, fields of the sample, such as ``prompt`` and ``completion``."""
-    reward: float | None
-    """Of a reward, what it is; null: it abstains."""
 
 
-def read_cases(code: PluginCode) -> Iterator[tuple[int, Case]]:
+CaseT = TypeVar("CaseT", bound=Case)
+
+
+def read_cases(code: PluginCode, model: type[CaseT]) -> Iterator[tuple[int, CaseT]]:
     """The cases with their lines. Raises ConfigError where there are none, and for one that is none."""
     lines = code.files.get(TEST_CASES, b"").decode("utf-8", "replace").splitlines()
     found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -40,4 +39,6 @@ def read_cases(code: PluginCode) -> Iterator[tuple[int, Case]]:
             value = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{name}: got what is no JSON ({error}); expected a case") from None
-        yield number, parse_config(value if isinstance(value, dict) else {"input": value}, Case, name=name)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name}: got {shown(value)}; expected a case, an object")
+        yield number, parse_config(value, model, name=name)

@@ -86,10 +86,10 @@ def user_folder() -> Path:
     return Path(data) / "rollout" / FOLDER
 
 
-def find_plugin(name: str, base: Path, path: str | None = None) -> PluginCode:
-    """The plugin of this name, in the folder ``path`` where the configuration gives one; relative folders start at
-    ``base``. One that is in the place of another says so, once. Raises ConfigError where there is none, and for what is
-    wrong with its manifest."""
+def find_plugin(name: str, base: Path, path: str | None = None, *, kind: str | None = None) -> PluginCode:
+    """The plugin of this name, and of ``kind`` where that is given, in the folder ``path`` where the configuration
+    gives one; relative folders start at ``base``. One that is in the place of another says so, once. Raises ConfigError
+    where there is none, and for what is wrong with its manifest."""
     others = [found for found in candidates(base) if found.name == name]
     if path is not None:
         found = _candidate(base / path, "the configuration")
@@ -105,7 +105,10 @@ def find_plugin(name: str, base: Path, path: str | None = None) -> PluginCode:
     first = others[0]
     for other in others[1:]:
         _tell(first, other)
-    return read_plugin(first.folder, package=first.package)
+    code = read_plugin(first.folder, package=first.package)
+    if kind is not None and code.manifest.kind != kind:
+        raise ConfigError(f"plugin {name} of {first.folder}: got one of kind {code.manifest.kind!r}; expected {kind!r}")
+    return code
 
 
 def _tell(first: Candidate, other: Candidate) -> None:

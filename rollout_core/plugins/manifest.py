@@ -21,7 +21,7 @@ MANIFEST = "rollout-plugin.toml"
 OLDEST_PYTHON = (3, 11)
 EVERY_HOST = "*"
 
-KINDS: Mapping[str, str] = {"reward-model": "reward-model", "reward": "reward-model"}
+KINDS: Mapping[str, str] = {"reward-model": "reward-model", "reward": "reward-model", "data-source": "data-source"}
 """Kinds that a plugin may have, each with the name that it is known by here."""
 KINDS_NOT_YET = (
     "env-harness",
@@ -31,14 +31,16 @@ KINDS_NOT_YET = (
     "storage",
     "queue",
     "object-store",
-    "data-source",
     "algorithm",
     "tracker",
     "secret-source",
     "notifier",
     "custom",
 )
-TRAITS: Mapping[str, tuple[str, ...]] = {"reward-model": ("rollout_core::Plugin", "rollout_core::RewardModel")}
+TRAITS: Mapping[str, tuple[str, ...]] = {
+    "reward-model": ("rollout_core::Plugin", "rollout_core::RewardModel"),
+    "data-source": ("rollout_core::Plugin", "rollout_core::DataSource"),
+}
 """By kind, what ``trait_id`` may say."""
 _NATIVE = ("rust-cdylib", "cdylib")
 _IN_PROCESS = {"in-process": "in_process", "pyo3": "in_process", "in_process": "in_process"}
@@ -148,7 +150,7 @@ class Manifest(Settings):
     version: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$")
     """Its own version."""
     kind: Annotated[str, BeforeValidator(_of_a_kind)]
-    """What it is: ``reward-model``, also called ``reward``."""
+    """What it is: ``reward-model``, also called ``reward``, or ``data-source``."""
     trait_id: str
     """What it implements, such as ``rollout_core::RewardModel``."""
     mode: Annotated[Literal["in_process", "sidecar"], BeforeValidator(_a_mode)]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.plugins.cases import TEST_CASES
 from rollout_core.plugins.identity import PluginCode, read_plugin
-from rollout_core.plugins.manifest import KINDS, MANIFEST, parse_manifest
+from rollout_core.plugins.manifest import KINDS, MANIFEST, TRAITS, Manifest, parse_manifest
 
+MODES = ("in-process", "sidecar")
 _HEAD = """\
 name = "{name}"
 version = "0.1.0"
-kind = "reward-model"
-trait_id = "rollout_core::RewardModel"
+kind = "{kind}"
+trait_id = "{trait}"
 mode = "{mode}"
 network_allowlist = []    # ["*"]: it has the network
 config_schema_path = "config.schema.json"
@@ -27,24 +29,8 @@ _SCHEMA = """\
   "additionalProperties": false
 }
 """
-_CASES = """\
-{"config": {"word": "four"}, "input": {"prompt": "2 + 2 =", "completion": "four"}, "reward": 1.0}
-{"config": {"word": "four"}, "input": {"prompt": "2 + 2 =", "completion": "five"}, "reward": 0.0}
-"""
-_MODULE = '''\
-"""1 where the completion has the configured word, else 0."""
-
-
-def create_plugin(config):
-    word = config["word"]
-
-    def reward(sample):  # sample.prompt, .completion, .extras["answer"] of its row, and so on
-        return 1.0 if word in sample.completion else 0.0
-
-    return reward
-'''
 _PROGRAM = '''\
-"""1 where the completion has the configured word, else 0. JSON in frames over a Unix socket."""
+"""{doc} JSON in frames over a Unix socket."""
 
 import json
 import socket
@@ -78,9 +64,7 @@ def main():
             config = payload["config"]
             result = {"protocol": 1, "name": payload["name"], "kind": payload["kind"]}
         elif method == "Call":
-            found = [config["word"] in sample["completion"] for sample in payload["inputs"]]
-            result = {"rewards": [1.0 if one else 0.0 for one in found]}
-        write_frame(connection, {"result": result})
+{call}        write_frame(connection, {"result": result})
         if method == "Shutdown":
             break
 
@@ -90,22 +74,94 @@ if __name__ == "__main__":
 '''
 _IN_PROCESS = '\n[runtime]\npython_min = "3.11"\n\n[entry.in-process]\nmodule = "plugin"\nfactory = "create_plugin"\n'
 _SIDECAR = '\n[limits]\ncall_seconds = 10\n\n[entry.sidecar]\ncommand = ["{python}", "main.py"]\n'
-_MODES: Mapping[str, Mapping[str, str]] = {
-    "in-process": {MANIFEST: _IN_PROCESS, "plugin.py": _MODULE},
-    "sidecar": {MANIFEST: _SIDECAR, "main.py": _PROGRAM},
+
+
+@dataclass(frozen=True)
+class _First:
+    """A first plugin of a kind."""
+
+    doc: str
+    module: str
+    """What follows it in a Python plugin."""
+    call: str
+    """What a sidecar does at a call."""
+    cases: str
+    usage: str
+    """In a configuration, with ``NAME`` for the plugin's."""
+
+
+_FIRST: Mapping[str, _First] = {
+    "reward-model": _First(
+        doc="1 where the completion has the configured word, else 0.",
+        module="""
+
+def create_plugin(config):
+    word = config["word"]
+
+    def reward(sample):  # sample.prompt, .completion, .extras["answer"] of its row, and so on
+        return 1.0 if word in sample.completion else 0.0
+
+    return reward
+""",
+        call="""\
+            found = [config["word"] in sample["completion"] for sample in payload["inputs"]]
+            result = {"rewards": [1.0 if one else 0.0 for one in found]}
+""",
+        cases="""\
+{"config": {"word": "four"}, "input": {"prompt": "2 + 2 =", "completion": "four"}, "reward": 1.0}
+{"config": {"word": "four"}, "input": {"prompt": "2 + 2 =", "completion": "five"}, "reward": 0.0}
+""",
+        usage='reward = {kind = "plugin", name = "NAME", config = {word = "four"}}',
+    ),
+    "data-source": _First(
+        doc="Prompts that ask for the configured word, once and twice.",
+        module="""
+
+def create_plugin(config):
+    def rows():  # any objects: with "prompt" for training on prompts, "prompt" and "completion" for SFT
+        for count in (1, 2):
+            yield {"prompt": f"{config['word']}, {count} times:", "answer": " ".join([config["word"]] * count)}
+
+    return rows
+""",
+        call="""\
+            word, counts = config["word"], range(payload["start"] + 1, min(2, payload["start"] + payload["count"]) + 1)
+            rows = [{"prompt": f"{word}, {count} times:", "answer": " ".join([word] * count)} for count in counts]
+            result = {"rows": rows, "end": payload["start"] + len(rows) == 2}
+""",
+        cases="""\
+{"config": {"word": "four"}, "max_rows": 1, "rows": [{"prompt": "four, 1 times:", "answer": "four"}]}
+{"config": {"word": "a"}, "rows": [{"prompt": "a, 1 times:", "answer": "a"}, {"prompt": "a, 2 times:", \
+"answer": "a a"}]}
+""",
+        usage='prompts = {kind = "plugin", name = "NAME", config = {word = "four"}}',
+    ),
 }
+
+
+def usage(manifest: Manifest) -> str:
+    """How a configuration names a first plugin."""
+    return _FIRST[manifest.kind].usage.replace("NAME", manifest.name)
+
+
+def _files(first: _First, mode: str) -> dict[str, str]:
+    if mode == "in-process":
+        return {MANIFEST: _IN_PROCESS, "plugin.py": f'"""{first.doc}"""\n{first.module}'}
+    program = _PROGRAM.replace("{doc}", first.doc).replace("{call}", first.call)
+    return {MANIFEST: _SIDECAR, "main.py": program}
 
 
 def write_plugin(kind: str, name: str, folder: Path, mode: str = "in-process") -> PluginCode:
     """Write the files of a first plugin into ``folder``, which is new, and read them. Raises ConfigError."""
     if kind not in KINDS:
         raise ConfigError(f"kind of plugin: got {kind!r}; expected one of {', '.join(map(repr, KINDS))}")
-    if mode not in _MODES:
-        raise ConfigError(f"--mode: got {mode!r}; expected one of {', '.join(map(repr, _MODES))}")
+    if mode not in MODES:
+        raise ConfigError(f"--mode: got {mode!r}; expected one of {', '.join(map(repr, MODES))}")
     if folder.exists():
         raise ConfigError(f"{folder}: got a folder that is there already; expected a new one")
-    files = {"config.schema.json": _SCHEMA, TEST_CASES: _CASES, **_MODES[mode]}
-    files[MANIFEST] = _HEAD.format(name=name, mode=mode) + files[MANIFEST]
+    known = KINDS[kind]
+    files = {"config.schema.json": _SCHEMA, TEST_CASES: _FIRST[known].cases, **_files(_FIRST[known], mode)}
+    files[MANIFEST] = _HEAD.format(name=name, mode=mode, kind=known, trait=TRAITS[known][-1]) + files[MANIFEST]
     as_bytes = {path: text.encode() for path, text in files.items()}
     parse_manifest(as_bytes[MANIFEST], str(folder / MANIFEST), as_bytes)  # the name, before anything is written
     folder.mkdir(parents=True)

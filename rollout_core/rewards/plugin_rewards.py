@@ -34,6 +34,15 @@ from rollout_core.rewards.scoring import (
 ADAPTER = f"{__name__}:adapt"
 
 
+class RewardCase(Case):
+    """A case of a reward."""
+
+    input: dict[str, Any]
+    """Fields of the sample, such as ``prompt`` and ``completion``."""
+    reward: float | None
+    """What it is; null: it abstains."""
+
+
 class PluginScores:
     """The reward of a plugin, which is started now. Raises ConfigError where it cannot be."""
 
@@ -90,7 +99,9 @@ class PluginScores:
         return value  # whether it is finite is looked at with every reward's
 
 
-def failed_cases(code: PluginCode, cases: Sequence[tuple[int, Case]], on_line: Callable[[str], None]) -> list[str]:
+def failed_cases(
+    code: PluginCode, cases: Sequence[tuple[int, RewardCase]], on_line: Callable[[str], None]
+) -> list[str]:
     """Put test cases to a plugin, which is started for each configuration of them; what is wrong, a line for each."""
     failures: list[str] = []
     for _, group in groupby(cases, key=lambda case: canonical_json(case[1].config)):
@@ -108,7 +119,7 @@ def failed_cases(code: PluginCode, cases: Sequence[tuple[int, Case]], on_line: C
     return failures
 
 
-def _sample(code: PluginCode, number: int, case: Case) -> RewardInput:
+def _sample(code: PluginCode, number: int, case: RewardCase) -> RewardInput:
     if unknown := sorted(case.input.keys() - set(INPUT_FIELDS)):
         raise ConfigError(
             f"{code.folder / TEST_CASES}:{number}: input.{unknown[0]}: unknown field; {near(unknown[0], INPUT_FIELDS)}"

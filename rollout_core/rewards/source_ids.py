@@ -26,15 +26,14 @@ from rollout_core.config.rewards import (
 )
 from rollout_core.config.verifiers import CodeReward, SqlReward, VerifiedReward
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.origins import SHOWN_FILES, Source, code_behind, record_import, sources_of
+from rollout_core.objects.origins import SHOWN_FILES, Source, code_behind, record_import
+from rollout_core.objects.plugin_files import file_plugin
 from rollout_core.objects.trees import hash_file
 from rollout_core.plugins.discovery import find_plugin
 from rollout_core.plugins.identity import PluginCode
 from rollout_core.rewards.user_code import UserCode, read_code
 
 HELD_SOURCES = 32
-HOT_RELOADED = "hot reload"
-"""In the address of a plugin's source: its files may have been edited while the run went."""
 _held: dict[ContentId, RewardSource] = {}
 _held_lock = threading.Lock()
 
@@ -60,7 +59,10 @@ def read_source(spec: RewardSpec, base: Path | None = None) -> RewardSource:
     """Read each file of a reward's code once. Runs none of it. Raises ConfigError if it cannot be found."""
     functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
     codes = {name: read_code(name, base) for name in dict.fromkeys(functions)}
-    plugins = {part.address: find_plugin(part.name, base or Path(), part.path) for part in plugin_parts(spec)}
+    plugins = {
+        part.address: find_plugin(part.name, base or Path(), part.path, kind="reward-model")
+        for part in plugin_parts(spec)
+    }
     return _source(spec, codes, plugins, base)
 
 
@@ -126,11 +128,6 @@ def filed_codes(objects: ObjectStore, source: ContentId) -> dict[str, UserCode |
     }
 
 
-def is_hot_reloaded(objects: ObjectStore, content: ContentId) -> bool:
-    """Whether scores of this reward are of a run with ``--hot-reload``, so that no code is known to make them again."""
-    return any(f"({HOT_RELOADED}, " in source.address for source in sources_of(objects, content))
-
-
 def _hold(source: RewardSource) -> None:
     with _held_lock:
         _held.pop(source.id, None)
@@ -171,7 +168,7 @@ def record_code(objects: ObjectStore, spec: RewardSpec, source: RewardSource) ->
     for code in source.codes.values():
         file_code(objects, source.id, code, "reward")
     for address, plugin in source.plugins.items():
-        file_plugin(objects, source.id, address, plugin)
+        file_plugin(objects, source.id, address, plugin, "reward", hot_reloaded=hot_reload() is not None)
     if not source.codes and not source.plugins:
         record_import(objects, source.id, Source(kind="reward", address=spec.kind, size_bytes=0, num_files=0))
 
@@ -193,22 +190,6 @@ def file_code(
     )
     record_import(objects, content, found)
     return filed
-
-
-def file_plugin(objects: ObjectStore, content: ContentId, address: str, plugin: PluginCode) -> None:
-    """File a plugin's files as a document, and note where they were read for ``content``. A run with ``--hot-reload``
-    does so for each state of them that it used."""
-    state = f" ({HOT_RELOADED}, {plugin.id.short})" if hot_reload() is not None else ""
-    found = Source(
-        kind="reward",
-        address=f"plugin {address} {plugin.manifest.version}{state}",
-        place=str(plugin.folder.resolve()),
-        size_bytes=sum(map(len, plugin.files.values())),
-        num_files=len(plugin.files),
-        files=tuple(sorted(plugin.files)[:SHOWN_FILES]),
-        code={address: objects.put_json(plugin.document())},
-    )
-    record_import(objects, content, found)
 
 
 def _source_id(

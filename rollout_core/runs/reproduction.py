@@ -16,7 +16,8 @@ from rollout_core.config.rewards import RewardSpec
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.addresses import copy_object
 from rollout_core.objects.lineage import Lineage, in_order, makers_of, software_versions, trace_makers
-from rollout_core.rewards.source_ids import filed_codes, hold_source, is_hot_reloaded
+from rollout_core.objects.plugin_files import is_hot_reloaded
+from rollout_core.rewards.source_ids import filed_codes, hold_source
 
 REWARD, REWARD_SOURCE = "reward", "reward_source"
 NAMED = ("model", "reference", "dataset", "held_out", "prompts", "tasks", "rows", "start_from", "train_state")

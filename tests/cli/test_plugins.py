@@ -41,14 +41,17 @@ def test_a_first_plugin_passes_its_own_test(kind: str, mode: str):
     assert "plugin words 0.1.0: 2 test cases passed in " in output
     code, output = run("check", "plugins/words")
     assert code == 0, output
-    assert "plugin words 0.1.0 is right: reward-model, 4 files, id " in output
+    assert f"plugin words 0.1.0 is right: {KINDS[kind]}, 4 files, id " in output
     assert time.monotonic() - began < TEST_SECONDS
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("env-harness", "x"), "kind of plugin: got 'env-harness'; expected one of 'reward-model', 'reward'"),
+        (
+            ("env-harness", "x"),
+            "kind of plugin: got 'env-harness'; expected one of 'reward-model', 'reward', 'data-source'",
+        ),
         (("reward", "../x"), "name: String should match pattern"),
         (("reward", "x", "--mode", "cdylib"), "--mode: got 'cdylib'; expected one of 'in-process', 'sidecar'"),
         (("reward", "there"), "plugins/there: got a folder that is there already; expected a new one"),

@@ -20,8 +20,10 @@ from rollout_core.config import TrainGRPOConfig, parse_config
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.origins import sources_of
+from rollout_core.objects.plugin_files import is_hot_reloaded
 from rollout_core.objects.records import Completions, Scores
 from rollout_core.plugins import host
+from rollout_core.plugins.scaffold import write_plugin
 from rollout_core.rewards import kept, source_ids
 from rollout_core.rewards.kept import open_reward
 from rollout_core.rewards.scoring import RewardInput, score
@@ -208,8 +210,8 @@ def test_scores_of_a_run_with_hot_reload_are_of_no_other_run_and_say_so(
     assert (reloaded.plugin, reloaded.problem) == ("brevity", "")
     assert before.address.startswith("plugin brevity 0.1.0 (hot reload, ")
     assert after.address.endswith(f"{ContentId(reloaded.id).short})"), "each state of the files that was used is filed"
-    assert source_ids.is_hot_reloaded(objects(), hot)
-    assert not source_ids.is_hot_reloaded(objects(), stable)
+    assert is_hot_reloaded(objects(), hot)
+    assert not is_hot_reloaded(objects(), stable)
 
 
 def completions_of(*prompts: str) -> Completions:
@@ -270,6 +272,55 @@ def test_a_plan_finds_plugins_of_the_command_and_refuses_their_wrong_configurati
     assert (code, output) == (2, "rollout: --hot-reload: got no plugin; expected a reward of kind 'plugin'\n")
     code, output = planned(composite("brevity", limit=6), *given, "--hot-reload")
     assert code == 0, output
+
+
+def test_a_plan_reads_rows_of_plugins_and_a_run_files_them(tiny_model, sorting_task, here: Path, tmp_path: Path):
+    path = write_toml(tmp_path / "run.toml", small_grpo(tiny_model, sorting_task, "planned-rows", **SMALL))
+    folder = here / "plugins/words"
+    write_plugin("data-source", "words", folder)
+
+    def planned(**prompts: Any) -> tuple[int, str]:
+        given = json.dumps({"kind": "plugin", "name": "words"} | prompts)
+        reward = json.dumps({"kind": "exact_match"})
+        command = ["train", "grpo", "--config", str(path), "--dry-run", "--set", f"algorithm.prompts={given}"]
+        result = CliRunner().invoke(app, [*command, "--set", f"algorithm.reward={reward}"])
+        return result.exit_code, result.output
+
+    code, output = planned(config={"word": "1"})
+    assert code == 0, output
+    code, output = planned()
+    assert code == 2
+    assert "algorithm.prompts.name: plugin words: config: 'word' is a required property; expected what" in output
+    edited = (folder / "plugin.py").read_text().replace('"answer"', '"solution"')
+    (folder / "plugin.py").write_text(edited)
+    code, output = planned(config={"word": "1"})
+    assert code == 2
+    assert "algorithm.prompts.name: " in output
+    assert "'answer'" in output
+
+
+@pytest.mark.server
+def test_rows_of_an_edited_plugin_count_by_their_content(prefect_server, here: Path):
+    from prefect import flow
+
+    from rollout_core.config.base import PluginDataset
+    from tasks.imports import import_prompts
+
+    folder = here / "plugins/words"
+    write_plugin("data-source", "words", folder)
+    source = PluginDataset(kind="plugin", name="words", config={"word": "four"})
+
+    @flow(name="test-plugin-rows", persist_result=False)
+    def imported(edit: str = "") -> ContentId:
+        (folder / "plugin.py").write_text((folder / "plugin.py").read_text().replace("(1, 2)", edit or "(1, 2)"))
+        return import_prompts(source).data
+
+    first = imported()
+    assert imported("[1, 2]") == first
+    (folder / "plugin.py").write_text((folder / "plugin.py").read_text().replace("[1, 2]", "[1, 2, 3]"))
+    assert imported() != first
+    places = sources_of(objects(), first)
+    assert [place.address for place in places] == ["plugin words 0.1.0"]
 
 
 def test_the_published_schema_is_that_of_every_plugin(here: Path):

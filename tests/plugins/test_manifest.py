@@ -70,19 +70,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no version": ({"version": GONE}, "version: required, but not given"),
     "blank version": ({"version": " "}, r"version: String should match pattern '\S+'; got ' '"),
     "version that is a number": ({"version": 1.0}, "version: Input should be a valid string; got 1.0"),
-    "unknown kind": ({"kind": "rewards"}, "kind: expected one of 'reward-model', 'reward'; got 'rewards'"),
+    "unknown kind": (
+        {"kind": "rewards"},
+        "kind: expected one of 'reward-model', 'reward', 'data-source'; got 'rewards'",
+    ),
     "kind with capitals": (
         {"kind": "RewardModel"},
-        "kind: expected one of 'reward-model', 'reward'; got 'RewardModel'",
+        "kind: expected one of 'reward-model', 'reward', 'data-source'; got 'RewardModel'",
     ),
     "kind of later": (
         {"kind": "env-harness"},
-        "kind: plugins of kind 'env-harness' are not supported yet; expected one of 'reward-model', 'reward'; got "
-        "'env-harness'",
+        "kind: plugins of kind 'env-harness' are not supported yet; expected one of 'reward-model', 'reward', "
+        "'data-source'; got 'env-harness'",
     ),
     "kind of one's own": (
         {"kind": {"custom": "x"}},
-        "kind: plugins of kind 'custom' are not supported yet; expected one of 'reward-model', 'reward'",
+        "kind: plugins of kind 'custom' are not supported yet; expected one of 'reward-model', 'reward', 'data-source'",
     ),
     "no trait": ({"trait_id": GONE}, "trait_id: required, but not given"),
     "other trait": (
