@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.cli.common import plugins_at
 from flows.reproduce import plan_reproduction, reproduce
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import TrainGRPOConfig, parse_config
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
@@ -27,6 +29,7 @@ from rollout_core.plugins.scaffold import write_plugin
 from rollout_core.rewards import kept, source_ids
 from rollout_core.rewards.kept import open_reward
 from rollout_core.rewards.scoring import RewardInput, score
+from rollout_core.runs.reproduction import hold_code
 from tasks.runtime.events import EVENT
 from tests.flows.conftest import objects, small_grpo, write_toml
 from tests.plugins import hostile
@@ -212,6 +215,9 @@ def test_scores_of_a_run_with_hot_reload_are_of_no_other_run_and_say_so(
     assert after.address.endswith(f"{ContentId(reloaded.id).short})"), "each state of the files that was used is filed"
     assert is_hot_reloaded(objects(), hot)
     assert not is_hot_reloaded(objects(), stable)
+    step: Any = SimpleNamespace(inputs={"reward": spec, "reward_source": hot})
+    with pytest.raises(ConfigError, match=r"plugins that ran with --hot-reload.*run it without --hot-reload"):
+        hold_code(objects(), step, here)
 
 
 def completions_of(*prompts: str) -> Completions:
@@ -272,6 +278,20 @@ def test_a_plan_finds_plugins_of_the_command_and_refuses_their_wrong_configurati
     assert (code, output) == (2, "rollout: --hot-reload: got no plugin; expected a reward of kind 'plugin'\n")
     code, output = planned(composite("brevity", limit=6), *given, "--hot-reload")
     assert code == 0, output
+    placed = ("--set", 'placement={"dask": {"address": "tcp://127.0.0.1:1"}, "scoring": {}}')
+    code, output = planned(composite("brevity", limit=6), *given, "--hot-reload", *placed)
+    assert code == 2
+    assert "--hot-reload: got [placement]; expected none" in output
+
+
+def test_a_nightly_run_promotes_nothing_by_scores_of_edited_plugins(
+    small_nightly: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_toml(tmp_path / "nightly.toml", small_nightly)
+    monkeypatch.setenv("ROLLOUT_HOT_RELOAD", "1")
+    result = CliRunner().invoke(app, ["nightly", "--config", str(path), "--dry-run"])
+    assert result.exit_code == 2
+    assert "ROLLOUT_HOT_RELOAD is set; expected not, as a nightly run promotes a model by its rewards" in result.output
 
 
 def test_a_plan_reads_rows_of_plugins_and_a_run_files_them(tiny_model, sorting_task, here: Path, tmp_path: Path):
