@@ -97,7 +97,7 @@ class Benchmark:
 
     async def _play(self, most_seconds: float, round_number: int) -> tuple[float, int]:
         from rollout_core.base.ids import content_id
-        from rollout_core.config.environments import EnvironmentConfig
+        from rollout_core.config.environments import PythonEnvironment
         from rollout_core.environments.code import EnvironmentCode
         from rollout_core.environments.episodes import Episode, play_episodes
         from rollout_core.environments.hosts import look_at
@@ -107,7 +107,7 @@ class Benchmark:
         from rollout_core.store import SqlLightningStore
 
         config = {"most_seconds": most_seconds}
-        environment = EnvironmentConfig(path="env.py:Env", config=config, episodes_at_once=self._size.episodes)
+        environment = PythonEnvironment(path="env.py:Env", config=config, episodes_at_once=self._size.episodes)
         code = EnvironmentCode.read(environment.path, self._folder)
         offer = look_at(code, environment)
         rows = [{"number": number, "round": round_number} for number in range(self._size.episodes)]

@@ -24,7 +24,7 @@ from rollout_core.rewards.kept import close_rewards
 from rollout_core.rewards.source_ids import source_id
 from tasks.approval import reason_of
 from tasks.checkpoints import in_base_precision
-from tasks.imports import import_model, import_prompts, import_sft, import_tasks
+from tasks.imports import import_model, import_prompts, import_sft
 from tasks.promotion import latest_model, promote
 from tasks.runtime.connections import objects, working_folder
 from tasks.runtime.dry_run import end_of_stages
@@ -137,8 +137,8 @@ def _held_out(config: NightlyConfig) -> HeldOutPrompts | HeldOutEpisodes:
     if config.environment is None:
         prompts = import_prompts(source, label="held out").data
         return HeldOutPrompts(sampling, backend, prompts, judge_of(config.reward))
-    rows = import_tasks(source, label="held out").data
-    return HeldOutEpisodes(Environment.of(config.environment, backend, config.seed), sampling, rows)
+    environment = Environment.of(config.environment, backend, config.seed)
+    return HeldOutEpisodes(environment, sampling, environment.rows(source, "held out"))
 
 
 def _learn(
@@ -152,7 +152,7 @@ def _learn(
     assert settings is not None, "validated"
     rater, judge, playing = None, None, None
     if isinstance(held_out, HeldOutEpisodes):
-        prompts = import_tasks(settings.prompts, label="training").data
+        prompts = held_out.environment.rows(settings.prompts, "training")
         playing = Playing(held_out.environment, settings, prompts)
     else:
         judge = held_out.judge

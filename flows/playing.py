@@ -7,14 +7,26 @@ from typing import Any
 
 from flows.sampling import Sampled
 from rollout_core.base.ids import ContentId
-from rollout_core.config import EngineConfig, OnPolicySettings, SamplingParams
+from rollout_core.config import EngineConfig, EnvironmentRows, FunctionRows, OnPolicySettings, SamplingParams
 from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.evaluation import SuiteRows
 from rollout_core.objects.records import AgentRollouts, AgentTasks, EnvironmentSource, EvalReport
 from rollout_core.plans.plan import context_limit
 from rollout_core.store.types import RolloutMode
 from tasks.collect import collect_samples
-from tasks.environments import enqueue_episodes, import_environment, play
+from tasks.environments import enqueue_episodes, import_environment, import_environment_rows, play
+from tasks.imports import import_tasks
 from tasks.score import evaluate_episodes
+from tasks.suites import import_rows
+
+
+def starts(rows: SuiteRows, source: EnvironmentSource, settings: EnvironmentConfig, label: str = "") -> ContentId:
+    """Rows with which episodes begin, read in a stage."""
+    if isinstance(rows, EnvironmentRows):
+        return import_environment_rows(rows, source, settings, label=label).data
+    if isinstance(rows, FunctionRows):
+        return import_rows(rows, form="tasks", label=label).data
+    return import_tasks(rows, label=label).data
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,10 @@ class Environment:
     def of(cls, settings: EnvironmentConfig, backend: EngineConfig, seed: int) -> Environment:
         """Read its code, in a stage."""
         return cls(import_environment(settings), settings, backend, seed)
+
+    def rows(self, rows: SuiteRows, label: str = "") -> ContentId:
+        """Starts of episodes, read in a stage."""
+        return starts(rows, self.source, self.settings, label)
 
     def play(
         self,

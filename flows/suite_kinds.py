@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flows.evaluation import Judge, judge_of
-from flows.playing import Environment
+from flows.playing import Environment, starts
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     AnyBackend,
@@ -69,7 +69,8 @@ def prepare_suite(suite: AnySuite, label: str) -> PreparedSuite:
     if isinstance(suite, InspectSuite):
         return TasksOfInspect(suite, import_inspect(suite, label=label))
     if suite.environment is not None:
-        return Episodes(suite, suite.environment, _tasks(suite.rows, label), import_environment(suite.environment))
+        source = import_environment(suite.environment)
+        return Episodes(suite, suite.environment, starts(suite.rows, source, suite.environment, label), source)
     prompts = _prompts(suite, label)
     if isinstance(suite.scorer, ChoiceScorer):
         return Choices(suite, suite.scorer, prompts)

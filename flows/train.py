@@ -29,7 +29,7 @@ from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import find_start
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.rewards.kept import close_rewards
-from tasks.imports import import_model, import_prompts, import_tasks
+from tasks.imports import import_model, import_prompts
 from tasks.runtime.connections import objects
 from tasks.runtime.dry_run import end_of_stages, is_placeholder
 from tasks.runtime.flow_run import pipeline
@@ -126,8 +126,9 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal)
     if config.environment is None:
         prompts, judge = import_prompts(settings.prompts).data, judge_of(settings.reward)
     else:
-        prompts = import_tasks(settings.prompts).data
-        playing = Playing(Environment.of(config.environment, config.backend, config.seed), settings, prompts)
+        environment = Environment.of(config.environment, config.backend, config.seed)
+        prompts = environment.rows(settings.prompts)
+        playing = Playing(environment, settings, prompts)
     known = None if is_placeholder(prompts) else prompts
     start = first_iteration(objects(), config.run, settings, model, known, stage_logger().warning)
     suites = suites_of(config)

@@ -9,12 +9,14 @@ from rollout_core.agents.task_rollouts import file_rollouts
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
-from rollout_core.config import EngineConfig, SamplingParams, identity
+from rollout_core.config import EngineConfig, EnvironmentRows, SamplingParams, identity
 from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.data.dataset_sources import import_dataset, record_origin
+from rollout_core.data.datasets import TaskRow
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode, Tally, play_episodes
-from rollout_core.environments.hosts import look_at
-from rollout_core.objects.records import AgentRollouts, AgentTasks, EnvironmentSource
+from rollout_core.environments.hosts import look_at, rows_of
+from rollout_core.objects.records import AgentRollouts, AgentTasks, Dataset, EnvironmentSource
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections
 from tasks.runtime.generation import generate_on_demand
@@ -26,7 +28,19 @@ from tasks.runtime.stage import current_stage, refresh_name, stage
 def import_environment(environment: EnvironmentConfig) -> EnvironmentSource:
     """File the code of an environment, with what of the user's own it imports. What runs from then on is this code."""
     folder = connections.working_folder()
-    return EnvironmentCode.read(environment.path, folder).file(current_stage().objects, environment, folder)
+    return EnvironmentCode.of(environment, folder).file(current_stage().objects, environment, folder)
+
+
+@stage(version=1, cached=False, imports=True, time="importing")
+def import_environment_rows(
+    rows: EnvironmentRows, source: EnvironmentSource, environment: EnvironmentConfig, *, label: str = ""
+) -> Dataset:
+    """File the rows that an environment makes itself in the object store in canonical form."""
+    objects, folder = current_stage().objects, connections.working_folder()
+    made = rows_of(EnvironmentCode.filed(objects, source), environment, rows)
+    dataset = import_dataset(objects, [TaskRow(extras=row) for row in made])
+    record_origin(objects, dataset, rows, folder, None)
+    return dataset
 
 
 @stage(version=1, optional=("seed", "limit"))

@@ -17,15 +17,15 @@ from flows.cli.common import EXIT_FAILED, Debug, Overrides, one_line_errors, par
 from flows.cli.results import visible
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.locks import scratch_folder
-from rollout_core.config.base import JsonlDataset, parse_config
-from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.base import EnvironmentRows, JsonlDataset, Settings, parse_config, read_toml
+from rollout_core.config.environments import AnyEnvironment, EnvironmentConfig
 from rollout_core.data.dataset_sources import read_dataset
 from rollout_core.data.datasets import TaskRow
 from rollout_core.environments.checking import Transcript, act, check_environment
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import check_turns
 from rollout_core.environments.episodes import Episode
-from rollout_core.environments.hosts import Hosts, Offer, look_at
+from rollout_core.environments.hosts import Hosts, Offer, look_at, rows_of
 from rollout_core.environments.tools.toolbox import ToolResources, check_tools
 from rollout_core.environments.using import check_names, tools_of_episode
 from rollout_core.models.bounded.tokenizing import Chat, render
@@ -34,13 +34,25 @@ from rollout_core.models.pretrained import load_tokenizer
 NUM_ROWS = 3
 _CALL = re.compile(r"^!(\w+)\s*(\{.*\})?\s*$", re.DOTALL)
 
-EnvironmentPath = Annotated[str, typer.Argument(metavar="PATH", help="path/to/env.py:Env, or package.module:Env.")]
-RowsPath = Annotated[str, typer.Option("--rows", help="File of rows with which episodes begin, in any form.")]
+EnvironmentPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="path/to/env.py:Env, package.module:Env, or a TOML file with a table environment of any kind.",
+    ),
+]
+RowsPath = Annotated[
+    str | None,
+    typer.Option(
+        "--rows",
+        help="File of rows with which episodes begin, in any form. Default: those that the environment makes.",
+    ),
+]
 
 
 def env_check(
     path: EnvironmentPath,
-    rows: RowsPath,
+    rows: RowsPath = None,
     model: Annotated[
         Path | None, typer.Option("--model", help="Model folder whose chat template is to show the tools.")
     ] = None,
@@ -51,7 +63,7 @@ def env_check(
     an episode failed, or was another one when it was played again or next to others."""
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
-        chosen = _rows(rows, NUM_ROWS)
+        chosen = _rows(rows, NUM_ROWS, code, settings)
         with _tools(settings, offer) as (resources, folder):
             checked = asyncio.run(check_environment(code, settings, offer, chosen, resources, folder))
         for number, transcript in enumerate(checked.episodes, start=1):
@@ -70,7 +82,7 @@ def env_check(
 
 def env_play(
     path: EnvironmentPath,
-    rows: RowsPath,
+    rows: RowsPath = None,
     row: Annotated[int, typer.Option("--row", min=1, help="Number of the row.")] = 1,
     overrides: Overrides = None,
     debug: Debug = False,
@@ -79,17 +91,30 @@ def env_play(
     calls a tool."""
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
-        chosen = _rows(rows, row)
+        chosen = _rows(rows, row, code, settings)
         if len(chosen) < row:
-            raise ConfigError(f"--row {row}: {rows} has {len(chosen)} rows")
+            raise ConfigError(f"--row {row}: {rows or path} has {len(chosen)} rows")
         with _tools(settings, offer) as (resources, folder):
             asyncio.run(_play(code, settings, offer, chosen[-1], resources, folder))
 
 
 def _loaded(path: str, overrides: list[str] | None) -> tuple[EnvironmentConfig, EnvironmentCode, Offer]:
-    settings = parse_config({"path": path}, EnvironmentConfig, name="--set", overrides=parse_overrides(overrides))
-    code = EnvironmentCode.read(path, Path.cwd())
+    if path.endswith(".toml"):
+        table, name = read_toml(path).get("environment"), path
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path} has no table environment; expected one, such as that of a run in an environment")
+    else:
+        table, name = {"path": path}, "--set"
+    given = {f"environment.{key}": value for key, value in parse_overrides(overrides).items()}
+    settings = parse_config({"environment": table}, _Given, name=name, overrides=given).environment
+    code = EnvironmentCode.of(settings, Path.cwd())
     return settings, code, look_at(code, settings)
+
+
+class _Given(Settings):
+    """An environment by itself."""
+
+    environment: AnyEnvironment
 
 
 @contextmanager
@@ -112,8 +137,10 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _rows(path: str, count: int) -> list[dict[str, Any]]:
-    """The first ones of a file."""
+def _rows(path: str | None, count: int, code: EnvironmentCode, settings: EnvironmentConfig) -> list[dict[str, Any]]:
+    """The first ones of a file, or of those that the environment makes."""
+    if path is None:
+        return rows_of(code, settings, EnvironmentRows(kind="environment", size=count))[:count]
     stream = read_dataset(JsonlDataset(path=path), TaskRow, base=Path.cwd(), objects=None)
     found = [row.task for row in islice(stream, count)]
     if not found:

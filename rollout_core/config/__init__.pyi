@@ -20,6 +20,7 @@ from .base import (
     ColumnSource as ColumnSource,
     DatasetSource as DatasetSource,
     DemonstrationSource as DemonstrationSource,
+    EnvironmentRows as EnvironmentRows,
     EpisodesDataset as EpisodesDataset,
     FilesDataset as FilesDataset,
     HuggingFaceDataset as HuggingFaceDataset,

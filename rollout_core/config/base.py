@@ -351,7 +351,31 @@ class EpisodesDataset(_Dataset):
         return self
 
 
-DatasetSource = FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset | PluginDataset
+class EnvironmentRows(Settings):
+    """Rows that the environment of the run or suite makes itself, as those of other projects do."""
+
+    address_key: ClassVar[str] = "kind"
+
+    kind: Literal["environment"]
+    split: Literal["train", "eval"] = "train"
+    """To learn from, or held out: no row of one is one of the other."""
+    size: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Number of rows. Default: all that there are; 1,000 where they are generated."""
+    seed: int = Field(default=0, ge=0, lt=2**30)
+    """Of rows that are generated."""
+
+    def cache_identity(self) -> Any:
+        return None  # the content id of the rows enters instead
+
+    @property
+    def address(self) -> str:
+        """Where the rows come from, for people."""
+        return f"the environment ({self.split})"
+
+
+DatasetSource = (
+    FilesDataset | JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset | PluginDataset | EnvironmentRows
+)
 DemonstrationSource = DatasetSource | EpisodesDataset
 """Where rows are that an answer of the model is learned from as it is."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rollout_core.base.processes import Limits
-from rollout_core.config.base import Settings
+from rollout_core.config.base import Address, Settings
 from rollout_core.config.rewards import FunctionName
 from rollout_core.config.tools import AnyTool
 
@@ -17,15 +18,9 @@ START_SECONDS = 120.0
 
 class EnvironmentConfig(Settings):
     """What a model acts in, in place of answering a prompt once. Each prompt's row is the start of an episode, and the
-    environment rewards it."""
+    environment rewards it. What all kinds share."""
 
-    identity_without_default = frozenset({"config", "tools"})
-
-    path: FunctionName
-    """``path/to/env.py:Env``, relative to the working folder, or ``package.module:Env``: a class, or a function that
-    makes an object, of what an episode needs."""
-    config: dict[str, Any] = Field(default={})
-    """Keyword arguments of each call of it."""
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"tools"})
     tools: tuple[AnyTool, ...] = ()
     """That the model may call besides the environment's methods, each a table `[[environment.tools]]`. A row with a key
     ``tools``, a list of their names, has those alone."""
@@ -69,6 +64,20 @@ class EnvironmentConfig(Settings):
         """Paths of what tools read from this machine, relative to the working folder."""
         return tuple(path for tool in self.tools for path in tool.files)
 
+    @property
+    def address(self) -> str:
+        """What plays the other side, for people."""
+        raise NotImplementedError
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of each call of what makes an episode's object."""
+        raise NotImplementedError
+
+    def code_fields(self) -> Collection[str]:
+        """Fields that say which code plays the other side. They enter ids with that code, and not by themselves."""
+        raise NotImplementedError
+
     def limits(self) -> Limits:
         """For each process."""
         memory = None if self.memory_mb is None else self.memory_mb * 2**20
@@ -78,6 +87,109 @@ class EnvironmentConfig(Settings):
     def cache_identity(self) -> Any:
         """What episodes depend on; the code enters by its content."""
         named = super().cache_identity()
-        for name in ("path", "form", "episodes_at_once", "processes", "memory_mb"):
-            named.pop(name)
+        for name in (*self.code_fields(), "form", "episodes_at_once", "processes", "memory_mb"):
+            named.pop(name, None)
         return named
+
+
+class PythonEnvironment(EnvironmentConfig):
+    """A Python class of your own."""
+
+    identity_without_default = frozenset({"config", "tools"})
+
+    kind: Literal["python"] = "python"
+    path: FunctionName
+    """``path/to/env.py:Env``, relative to the working folder, or ``package.module:Env``: a class, or a function that
+    makes an object, of what an episode needs."""
+    config: dict[str, Any] = Field(default={})
+    """Keyword arguments of each call of it."""
+
+    @property
+    def address(self) -> str:
+        return self.path
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.config
+
+    def code_fields(self) -> Collection[str]:
+        return ("kind", "path")
+
+
+class AdaptedEnvironment(EnvironmentConfig):
+    """An environment of another project, which an adapter of ours plays (`rollout_core.environments.adapters`)."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that this kind has of its own."""
+        own = set(type(self).model_fields) - set(EnvironmentConfig.model_fields) - {"kind"}
+        return {name: value for name, value in self.model_dump(mode="json").items() if name in own}
+
+    def code_fields(self) -> Collection[str]:
+        return ("kind", *self.arguments)
+
+
+class ReasoningGymEnvironment(AdaptedEnvironment):
+    """A data set of reasoning-gym: it makes the questions, and scores the answers."""
+
+    kind: Literal["reasoning_gym"]
+    dataset: str = Field(min_length=1)
+    """Its name, such as ``chain_sum``."""
+    config: dict[str, Any] = Field(default={})
+    """Keys of the data set's own configuration, such as ``{min_terms = 2}``; ``size`` and ``seed`` are those of the
+    rows."""
+    answer_tag: str = Field(default="answer", pattern=r"^[A-Za-z_]\w*$")
+    """The model is asked to put its answer between ``<answer>`` and ``</answer>``, and what stands there last is
+    scored. ``"none"``: nothing is asked, and all that it says is scored."""
+
+    @model_validator(mode="after")
+    def _rows_say_which(self) -> ReasoningGymEnvironment:
+        for name in ("size", "seed"):
+            if name in self.config:
+                raise ValueError(f'config.{name}: rows say it, as in prompts = {{kind = "environment", {name} = 1}}')
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"reasoning_gym {self.dataset}"
+
+
+class OpenEnvEnvironment(AdaptedEnvironment):
+    """An environment that an OpenEnv server has."""
+
+    kind: Literal["openenv"]
+    url: Address = Field(pattern=r"^https?://")
+    """Where the server listens, such as ``http://127.0.0.1:8000``. Part of no id; what the server says of itself is,
+    and ``revision``."""
+    revision: str = ""
+    """Changed by you where the server's code has changed, so that episodes are played anew."""
+    text_field: str | None = None
+    """Field of the server's actions that an answer of the model is the text of. Default: the model calls a tool
+    ``act`` with the fields of an action."""
+    observation_field: str | None = None
+    """Field of observations that the model reads. Default: all of them, as JSON."""
+    instructions: str = ""
+    """Before the first observation."""
+    reward: Literal["sum", "last"] = "sum"
+    """Of what each action earned, the sum counts, or what the last one did."""
+
+    @property
+    def address(self) -> str:
+        return f"openenv {self.url}"
+
+
+class TextArenaEnvironment(AdaptedEnvironment):
+    """A game of TextArena that one player plays."""
+
+    kind: Literal["textarena"]
+    game: str = Field(min_length=1)
+    """Its name, such as ``GuessTheNumber-v0``."""
+    config: dict[str, Any] = Field(default={})
+    """Keyword arguments of the game, such as ``{max_number = 50}``."""
+
+    @property
+    def address(self) -> str:
+        return f"textarena {self.game}"
+
+
+AnyEnvironment = PythonEnvironment | ReasoningGymEnvironment | OpenEnvEnvironment | TextArenaEnvironment

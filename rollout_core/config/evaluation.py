@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config.base import DatasetSource, Settings, identity
-from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.environments import AnyEnvironment
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.rewards import ExactMatchReward, FunctionName, RewardSpec
 from rollout_core.config.templates import JinjaTemplate
@@ -133,7 +133,7 @@ class Suite(Settings):
     """The questions, a row each: of any keys where there is a ``prompt``, otherwise with ``prompt`` or ``messages``."""
     prompt: SuitePrompt | None = None
     """Makes prompts of rows. Default: rows hold them."""
-    environment: EnvironmentConfig | None = None
+    environment: AnyEnvironment | None = None
     """In which each row, of any keys, is the start of episodes, which it rewards in place of a ``scorer``. Default: a
     question is answered once."""
     sampling: SamplingParams = SamplingParams(temperature=0.0, max_tokens=256)

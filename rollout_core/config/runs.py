@@ -20,7 +20,7 @@ from rollout_core.config.base import (
     StageTimeouts,
     identity,
 )
-from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.environments import AnyEnvironment
 from rollout_core.config.inference import (
     BackendConfig,
     EndpointModel,
@@ -297,7 +297,7 @@ class TrainSFTConfig(EvaluatedTraining[SFTAlgorithm]):
 class PolicyTraining(EvaluatedTraining[AlgorithmT], PlacedRun, Generic[AlgorithmT]):
     """A run that trains a policy on what it does: completions of prompts, or episodes of an environment."""
 
-    environment: EnvironmentConfig | None = None
+    environment: AnyEnvironment | None = None
     """In which each row of ``algorithm.prompts``, of any keys, is the start of episodes, and which rewards them.
     Default: each prompt is completed once, and ``algorithm.reward`` says what that is worth."""
     backend: EngineConfig = VLLMBackend()
@@ -523,7 +523,7 @@ class NightlyConfig(TrainingRun, PlacedRun):
     """The model that the night starts from."""
     reward: RewardSpec = ExactMatchReward()
     """What held-out completions are worth, and those of training where there is no ``rm``."""
-    environment: EnvironmentConfig | None = None
+    environment: AnyEnvironment | None = None
     """In which the rows of ppo's or grpo's prompts, and the held-out ones, are starts of episodes, of any keys, and
     which rewards them. Default: each prompt is completed once."""
     backend: EngineConfig = VLLMBackend()

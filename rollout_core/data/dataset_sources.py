@@ -28,6 +28,7 @@ from rollout_core.base.watching import current_amount
 from rollout_core.config import (
     DatasetSource,
     DemonstrationSource,
+    EnvironmentRows,
     EpisodesDataset,
     FilesDataset,
     HuggingFaceDataset,
@@ -154,15 +155,20 @@ def read_dataset(
 ) -> RowStream[RowT]:
     """Rows of ``source``; relative paths start at ``base``.
 
-    Iterating raises as `RowStream` says; and Unchecked for what is in an object store that is not given, for episodes
-    that nobody reads, or, without ``download``, for what is on the hub.
+    Iterating raises as `RowStream` says; ConfigError for rows that an environment makes; and Unchecked for what is in
+    an object store that is not given, for episodes that nobody reads, or, without ``download``, for what is on the hub.
     """
 
-    reading = Reading(source.columns, source.format)
+    reading = Reading() if isinstance(source, EnvironmentRows) else Reading(source.columns, source.format)
 
     def documents() -> Iterable[PlacedDocument]:
         if isinstance(source, EpisodesDataset):
             return _episode_documents(source, episodes, reading)
+        if isinstance(source, EnvironmentRows):
+            raise ConfigError(
+                'rows of kind "environment" are made by the environment that a run of ppo or grpo, a night or a suite '
+                "names in its table environment, and here there is none; give rows of another kind"
+            )
         if isinstance(source, StoredDataset):
             return stored_documents(source, objects, reading)
         if isinstance(source, PluginDataset):
@@ -217,14 +223,19 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
 
 def record_origin(
-    objects: ObjectStore, dataset: Dataset, source: DatasetSource, base: Path, rows: RowStream[Any]
+    objects: ObjectStore, dataset: Dataset, source: DatasetSource, base: Path, rows: RowStream[Any] | None
 ) -> None:
-    """Note where the ``rows`` of a data set, which were read, came from; a plugin's files are filed."""
+    """Note where the rows of a data set came from; a plugin's files are filed. ``rows``: as they were read; None for
+    those that an environment made."""
     if isinstance(source, PluginDataset):
-        assert rows.plugin is not None, "its rows were read"
+        assert rows is not None and rows.plugin is not None, "its rows were read"
         file_plugin(objects, dataset.data, source.address, rows.plugin, "data")
+    elif isinstance(source, EnvironmentRows):
+        size = objects.size(dataset.data)
+        record_import(objects, dataset.data, Source(kind="data", address=source.address, size_bytes=size, num_files=0))
     elif not isinstance(source, StoredDataset):
-        found = source_of_rows(source, base, rows.commit, objects.size(dataset.data))
+        commit = None if rows is None else rows.commit
+        found = source_of_rows(source, base, commit, objects.size(dataset.data))
         record_import(objects, dataset.data, found)
     elif (stored := complete_object_id(objects, source.id)) != dataset.data:
         record_derivation(objects, "read_rows", {"rows": stored}, (dataset.data,))

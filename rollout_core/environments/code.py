@@ -4,13 +4,15 @@ read, in a process of its own."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.environments import EnvironmentConfig, PythonEnvironment
+from rollout_core.environments.adapters import find_adapter
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import EnvironmentSource
 from rollout_core.objects.trees import hash_file
@@ -20,9 +22,21 @@ from rollout_core.rewards.user_code import UserCode, read_code
 
 @dataclass(frozen=True)
 class EnvironmentCode:
-    """What ``path/to/env.py:Env`` or ``package.module:Env`` names."""
+    """What ``path/to/env.py:Env`` or ``package.module:Env`` names, or an adapter of ours."""
 
     code: UserCode
+    adapted: Mapping[str, Any] | None = None
+    """What stands for an adapter in ids, in place of its code: versions and settings. None: it is a user's own."""
+    name: str = ""
+    """Of what an adapter plays, for people."""
+
+    @classmethod
+    def of(cls, settings: EnvironmentConfig, base: Path) -> EnvironmentCode:
+        """Of any environment. Raises ConfigError where it is not there, or a package that it needs is not."""
+        if isinstance(settings, PythonEnvironment):
+            return cls.read(settings.path, base)
+        found = find_adapter(settings, base)
+        return cls(found.code, found.identity, settings.address)
 
     @classmethod
     def read(cls, path: str, base: Path) -> EnvironmentCode:
@@ -32,25 +46,28 @@ class EnvironmentCode:
     @property
     def path(self) -> str:
         """As it was named."""
-        return self.code.callable
+        return self.name or self.code.callable
 
     def id(self, settings: EnvironmentConfig, base: Path) -> ContentId:
         """Content of the code, of the name in it, and of files that tools read; where they lie does not count. Raises
         ConfigError where one cannot be read."""
-        named: dict[str, Any] = {"name": self.path.rpartition(":")[2], **self.code.identity()}
-        if settings.files:
-            named["files"] = [_content_of(base / path) for path in settings.files]
-        return content_id("environment/1", named)
+        files = {"files": [_content_of(base / path) for path in settings.files]} if settings.files else {}
+        if self.adapted is not None:
+            return content_id("adapted-environment/1", {**self.adapted, **files})
+        return content_id("environment/1", {"name": self.path.rpartition(":")[2], **self.code.identity(), **files})
 
     def file(self, objects: ObjectStore, settings: EnvironmentConfig, base: Path) -> EnvironmentSource:
         """File the code, and note where it was read."""
         content = self.id(settings, base)
-        return EnvironmentSource(id=content, path=self.path, code=file_code(objects, content, self.code, "environment"))
+        filed = file_code(objects, content, self.code, "environment")
+        adapted = None if self.adapted is None else dict(self.adapted)
+        return EnvironmentSource(id=content, path=self.path, code=filed, adapted=adapted)
 
     @classmethod
     def filed(cls, objects: ObjectStore, source: EnvironmentSource) -> EnvironmentCode:
         """Inverse of `file`."""
-        return cls(UserCode.from_document(json.loads(objects.get_bytes(source.code))))
+        code = UserCode.from_document(json.loads(objects.get_bytes(source.code)))
+        return cls(code, source.adapted, "" if source.adapted is None else source.path)
 
     def check(self, source: EnvironmentSource, settings: EnvironmentConfig, base: Path) -> None:
         """Raise ConfigError where a file that tools read is not what it was when the code was filed."""

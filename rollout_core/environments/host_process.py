@@ -21,7 +21,9 @@ from rollout_core.base.socket_paths import short_address
 from rollout_core.environments.protocol import (
     Done,
     EnvironmentFailed,
+    Tool,
     clean_text,
+    further_tools_of,
     messages_of,
     reward_of,
     tools_of,
@@ -41,20 +43,22 @@ LINES_OF_TRACEBACK = 6
 
 
 def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
-    """What the environment of a document offers; where ``given`` has a ``socket``, once all calls that come over it
-    have been answered. Raises ConfigError where it cannot be loaded, or no object of it can be made."""
+    """What the environment of a document offers; where ``given`` has ``rows``, the rows that it makes; where it has a
+    ``socket``, once all calls that come over it have been answered. Raises ConfigError where it cannot be loaded, or no
+    object of it can be made."""
     code = UserCode.from_document(given["code"])
     with importable(code, alone=True):
-        make = _maker(code, given["config"])
+        make = _maker(code, given["name"], given["config"])
+        if given["rows"] is not None:
+            return asyncio.run(_rows(given["name"], make, **given["rows"]))
         if given["socket"] is None:
-            return _look(code.callable, make)
+            return asyncio.run(_look(given["name"], make))
         asyncio.run(_Host(make, given["threads"], report).serve(given["socket"]))
         return {}
 
 
-def _maker(code: UserCode, config: Mapping[str, Any]) -> Callable[[], Any]:
+def _maker(code: UserCode, name: str, config: Mapping[str, Any]) -> Callable[[], Any]:
     made = named_object(code)
-    name = code.callable
     if not callable(made):
         raise ConfigError(f"environment {name} is a {type(made).__name__}; expected a class, or a function")
     try:
@@ -69,11 +73,8 @@ def _maker(code: UserCode, config: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: made(**config)
 
 
-def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        made = make()
-    except Exception as error:
-        raise ConfigError(f"environment {name} cannot be made: {in_words(error)}") from error
+async def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
+    made = _made(name, make)
     for method in ("reset", "reward"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(f"environment {name} makes a {type(made).__name__} without a method {method}")
@@ -84,14 +85,53 @@ def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
         listed = ", ".join(parameters)
         raise ConfigError(f"environment {name}: reset({listed}) is called as reset(row, seed)") from None
     tools = [function_schema(_function(tool)).schema() for tool in tools_of(made).values()]
+    further = getattr(made, "further_tools", None)
+    if callable(further):
+        try:
+            tools += [tool.schema() for tool in further_tools_of(await _awaited(further())).values()]
+        except Exception as error:
+            raise ConfigError(f"environment {name}: {_raised('further_tools', error)}") from error
     has = {f"has_{method}": callable(getattr(made, method, None)) for method in ("step", "turn_reward")}
     found = {"tools": tools, **has}
     if not tools and not found["has_step"]:
         found["note"] = "it has neither tools nor a step, so that every episode has one turn"
-    closing = getattr(made, "close", None)
-    if callable(closing) and not inspect.iscoroutinefunction(closing):
-        closing()
+    await _closed(made)
     return found
+
+
+async def _rows(name: str, make: Callable[[], Any], split: str, size: int | None, seed: int) -> dict[str, Any]:
+    made = _made(name, make)
+    making = getattr(made, "make_rows", None)
+    if not callable(making):
+        raise ConfigError(
+            f'environment {name} has no rows of its own (a method make_rows), and kind = "environment" asks for them; '
+            "give a file of rows"
+        )
+    try:
+        rows = list(await _awaited(making(split, size, seed)))
+    except Exception as error:
+        raise ConfigError(f"environment {name}: {_raised('make_rows', error)}") from error
+    await _closed(made)
+    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
+        raise ConfigError(f"environment {name}: make_rows gave {wrong[0]!r:.80} for a row; expected a mapping")
+    return {"rows": [dict(row) for row in rows]}
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        raise ConfigError(f"environment {name} cannot be made: {in_words(error)}") from error
+
+
+async def _closed(made: Any) -> None:
+    closing = getattr(made, "close", None)
+    if callable(closing):
+        await _awaited(closing())
+
+
+async def _awaited(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
 
 
 @dataclass
@@ -100,6 +140,7 @@ class _Episode:
 
     made: Any = None
     tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    further: dict[str, Tool] = field(default_factory=dict)
     running: asyncio.Task[Any] | None = None
     """The method that is at work."""
 
@@ -186,6 +227,8 @@ class _Host:
             episode = self._episodes[key] = _Episode()
             made = await self._run(episode, self._make)
             episode.made, episode.tools = made, tools_of(made)
+            if callable(further := getattr(made, "further_tools", None)):
+                episode.further = further_tools_of(await self._run(episode, further))
         episode = self._episodes[key]
         match method:
             case "reset":
@@ -207,9 +250,12 @@ class _Host:
 
     async def _use_tool(self, episode: _Episode, name: str, arguments: Any) -> dict[str, Any]:
         """What a tool answers to a model, which may call it wrongly."""
-        tool = episode.tools[name]
         try:
-            found = await self._run(episode, tool, **checked_arguments(_function(tool), arguments))
+            if (further := episode.further.get(name)) is not None:
+                found = await self._run(episode, further.function, **further.checked(arguments))
+            else:
+                tool = episode.tools[name]
+                found = await self._run(episode, tool, **checked_arguments(_function(tool), arguments))
         except ToolError as error:
             return {"text": clean_text(str(error)), "is_error": True, "done": False}
         is_done = isinstance(found, Done)
@@ -231,7 +277,7 @@ class _Host:
             self._lost += 1
             working.add_done_callback(self._found_again)
             raise
-        return await found if inspect.isawaitable(found) else found
+        return await _awaited(found)
 
     def _found_again(self, working: asyncio.Future[Any]) -> None:
         self._lost -= 1

@@ -22,6 +22,7 @@ from rollout_core.base.isolation.warden import FRAME_LENGTH, BadFrame, decode_fr
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.socket_paths import short_address
 from rollout_core.base.stopping import in_thread
+from rollout_core.config.base import EnvironmentRows
 from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.protocol import EnvironmentFailed
@@ -59,9 +60,22 @@ class Offer:
 
 def look_at(code: EnvironmentCode, settings: EnvironmentConfig) -> Offer:
     """Load an environment and make an object, in a process of its own. Raises ConfigError where that fails."""
+    return Offer(**_asked(code, settings, _given(code, settings)))
+
+
+def rows_of(code: EnvironmentCode, settings: EnvironmentConfig, source: EnvironmentRows) -> list[dict[str, Any]]:
+    """The rows that an environment makes itself, in a process of its own. Raises ConfigError where it makes none."""
+    asked = {"split": source.split, "size": source.size, "seed": source.seed}
+    rows = _asked(code, settings, _given(code, settings, rows=asked))["rows"]
+    if not rows:
+        raise ConfigError(f"environment {code.path} made no rows for {asked}")
+    return rows
+
+
+def _asked(code: EnvironmentCode, settings: EnvironmentConfig, given: dict[str, Any]) -> dict[str, Any]:
     with _child(code, settings) as child:
         try:
-            return Offer(**child.call(_given(code, settings, None)))
+            return child.call(given)
         except Ended as error:
             raise ConfigError(f"environment {code.path} cannot be loaded: it {error}") from error
         except Fatal as error:
@@ -73,10 +87,18 @@ def _child(code: EnvironmentCode, settings: EnvironmentConfig) -> Child:
     return Child(HANDLER, settings.limits(), on_line=lambda line: log.info("environment %s: %s", name, line))
 
 
-def _given(code: EnvironmentCode, settings: EnvironmentConfig, socket: Path | None) -> dict[str, Any]:
+def _given(
+    code: EnvironmentCode,
+    settings: EnvironmentConfig,
+    socket: Path | None = None,
+    *,
+    rows: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     return {
         "code": code.code.document(),
-        "config": settings.config,
+        "name": code.path,
+        "config": settings.arguments,
+        "rows": rows,
         # Methods that are given up keep their threads for as long as they like.
         "threads": 2 * settings.episodes_at_once + 8,
         "socket": None if socket is None else str(socket),

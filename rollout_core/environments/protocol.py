@@ -25,6 +25,12 @@
         def close(self):                         # optional
             ...
 
+        def further_tools(self):                 # optional: tools that are known only now, each a `Tool`
+            return []
+
+        def make_rows(self, split, size, seed):  # optional: rows of the environment's own, "train" or "eval"
+            return [{"question": "1 + 1 = ?", "answer": "2"}]
+
 Every method may be ``async``. An episode ends where `step` gives `Done` or None, where a tool gives `Done`, where there
 is no `step` and the model calls no tool, and at its limits. The object is used by one episode alone, its methods one at
 a time. What a method draws at random has to follow from ``seed``: a row's episodes all get the same one, and an episode
@@ -35,6 +41,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +49,13 @@ from typing import Any
 import orjson
 
 from rollout_core.base.errors import Fatal
+from rollout_core.environments.tools.results import ToolError
 
-RESERVED = ("reset", "step", "turn_reward", "reward", "close")
+RESERVED = ("reset", "step", "turn_reward", "reward", "close", "further_tools", "make_rows")
 """Methods that are no tools."""
+MOST_FAULTS = 5
+"""Of arguments that one message names."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -53,6 +64,49 @@ class Done:
     """Ends the episode. ``text`` is what the tool that gives it answers at last."""
 
     text: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that an environment knows of only when it runs, say as a server told it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON Schema of the arguments, an object."""
+    function: Callable[..., Any]
+    """Called with the arguments by their names; what it gives counts as what a method gives."""
+
+    def schema(self) -> dict[str, Any]:
+        """As OpenAI's API describes it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    def checked(self, arguments: Any) -> dict[str, Any]:
+        """The arguments, as the function is called with them. Raises ToolError with the faults of them."""
+        from jsonschema import Draft202012Validator
+
+        faults = [error.message for error in Draft202012Validator(dict(self.parameters)).iter_errors(arguments)]
+        if faults or not isinstance(arguments, Mapping):
+            shown = "; ".join(faults[:MOST_FAULTS]) or "expected a JSON object"
+            raise ToolError(f"wrong arguments: {shown:.500}. Expected: {', '.join(self._properties()) or 'no keys'}")
+        return dict(arguments)
+
+    def _properties(self) -> list[str]:
+        return list(self.parameters.get("properties", ()))
+
+
+def further_tools_of(given: Any) -> dict[str, Tool]:
+    """What `further_tools` gave, by name. Raises EnvironmentFailed for anything but a list of tools whose names differ
+    and are such as chats take."""
+    if not isinstance(given, list | tuple) or not all(isinstance(tool, Tool) for tool in given):
+        raise EnvironmentFailed(f"further_tools gave {_shown(given)}; expected a list of rollout's Tool")
+    found = {tool.name: tool for tool in given}
+    wrong = [tool.name for tool in given if not _NAME.fullmatch(tool.name)]
+    if wrong or len(found) < len(given):
+        names = ", ".join(tool.name for tool in given)
+        raise EnvironmentFailed(f"further_tools gave tools called {names:.200}; expected names of letters, each once")
+    return found
 
 
 class EnvironmentFailed(Fatal):

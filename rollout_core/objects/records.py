@@ -218,6 +218,8 @@ class EnvironmentSource(Record):
     path: str
     code: BlobId
     """The files, as `UserCode.document`."""
+    adapted: dict[str, Any] | None = None
+    """Of an environment of another project: versions and settings, of which `id` is made. None: a user's own code."""
 
     def cache_identity(self) -> Any:
         """The code, not the folder that it was read in."""

@@ -20,6 +20,7 @@ from rollout_core.config import (
     DatasetSource,
     DemonstrationSource,
     EngineConfig,
+    EnvironmentRows,
     EvalConfig,
     EvaluatedTraining,
     HeldOutRows,
@@ -41,7 +42,7 @@ from rollout_core.config import (
     TrainConfig,
     TrainingSuite,
 )
-from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.environments import EnvironmentConfig, PythonEnvironment
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard, SuiteGuard
@@ -52,7 +53,7 @@ from rollout_core.data.datasets import PromptRow, TaskRow
 from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sft_form, unpaired_form
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import check_turns
-from rollout_core.environments.hosts import Offer, look_at
+from rollout_core.environments.hosts import Offer, look_at, rows_of
 from rollout_core.environments.tools.toolbox import Toolbox, ToolResources, check_tools
 from rollout_core.environments.using import check_names
 from rollout_core.evaluation.moments import suite_of
@@ -106,6 +107,8 @@ class LearnerPlan(Plan):
     _counted: dict[str, dict[str, int]] = field(default_factory=dict)
     """By the keys of learners, how many parameters `training_of` takes to have adapters, or to be cut."""
     _forms: dict[str, CallForm] = field(default_factory=dict)
+    _unloadable: set[str] = field(default_factory=set)
+    """Addresses of environments that are known not to load."""
     """How the users' reward functions that were loaded are called, by their names."""
     _left: Left = field(default_factory=Left)
     """What the learners that were looked at leave on the disk."""
@@ -400,12 +403,23 @@ class LearnerPlan(Plan):
             self.violations.append(f"{what}.{dataset.address_key}: {dataset.address} has no rows; expected tasks")
         return rows or 0
 
+    def starts(self, what: str, dataset: DatasetSource, environment: EnvironmentConfig) -> int:
+        """Rows with which episodes begin; their number."""
+        if not isinstance(dataset, EnvironmentRows):
+            return self.tasks(what, dataset)
+        if environment.address in self._unloadable:
+            return 0
+        rows = self.check(what, lambda: rows_of(EnvironmentCode.of(environment, self.base), environment, dataset))
+        return len(rows or ())
+
     def environment(self, what: str, config: EnvironmentConfig) -> Offer | None:
         """The environment can be loaded, an object of it be made, and the model's template write its episodes. What it
         offers; None where that cannot be said."""
-        code = self.check(f"{what}.path", lambda: EnvironmentCode.read(config.path, self.base))
-        offer = None if code is None else self.check(f"{what}.path", lambda: look_at(code, config))
+        key = f"{what}.path" if isinstance(config, PythonEnvironment) else what
+        code = self.check(key, lambda: EnvironmentCode.of(config, self.base))
+        offer = None if code is None else self.check(key, lambda: look_at(code, config))
         if code is None or offer is None:
+            self._unloadable.add(config.address)
             return None
         self.check(f"{what}.tools", lambda: check_tools(config.tools, self.base))
         resources = ToolResources(config.tools, index_folder=self.base, base=self.base)
@@ -416,7 +430,7 @@ class LearnerPlan(Plan):
         names = [tool["function"]["name"] for tool in tools]
         shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
         found = self.check(f"{what}.tools", lambda: code.id(config, self.base))
-        self.facts[what] = f"{config.path} ({'' if found is None else found.short}), {shown}"
+        self.facts[what] = f"{config.address} ({'' if found is None else found.short}), {shown}"
         remarks = [offer.note] if offer.note else []
         if self.has_chat_template is False:
             self.violations.append(
@@ -434,13 +448,13 @@ class LearnerPlan(Plan):
         self, what: str, settings: OnPolicySettings, environment: EnvironmentConfig, backend: EngineConfig
     ) -> None:
         """What a policy learns from that acts in an environment."""
-        self.facts["training rows"] = self.tasks(f"{what}.prompts", settings.prompts)
         offer = self.environment("environment", environment)
+        self.facts["training rows"] = self.starts(f"{what}.prompts", settings.prompts, environment)
         gives_by_turn = offer is None or offer.has_turn_reward or settings.discounts_turns
         if settings.turn_credit is not None and not gives_by_turn:
             self.violations.append(
-                f'{what}.credit is "turn", and environment {environment.path} has no method turn_reward; write one, or '
-                "leave credit out"
+                f'{what}.credit is "turn", and environment {environment.address} has no method turn_reward; write one, '
+                "or leave credit out"
             )
         self.sampling(f"{what}.sampling", settings.sampling, backend)
         self.learner(what, settings)
@@ -702,7 +716,7 @@ def _nightly_in(plan: LearnerPlan, config: NightlyConfig, environment: Environme
     settings = config.ppo or config.grpo
     assert settings is not None, "validated"
     plan.episodes(settings.family, settings, environment, config.backend)
-    plan.facts["held-out rows"] = num_rows = plan.tasks("evaluation.prompts", config.evaluation.prompts)
+    plan.facts["held-out rows"] = num_rows = plan.starts("evaluation.prompts", config.evaluation.prompts, environment)
     plan.sampling("evaluation.sampling", config.evaluation.sampling, config.backend)
     plan.evidence("promotion", config.promotion, num_rows or None)
     suites = plan.suites(config.evaluation.suites, config.backend)

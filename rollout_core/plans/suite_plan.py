@@ -10,6 +10,7 @@ from rollout_core.config import (
     AnyBackend,
     ChoiceScorer,
     EndpointModel,
+    EnvironmentRows,
     EvalConfig,
     FunctionRows,
     OpenAIBackend,
@@ -104,11 +105,14 @@ def _episodes(
         return None
     plan.sampling(f"{what}: sampling", suite.sampling, backend)
     plan.environment(f"{what}: environment", environment)
-    rows = _rows(plan, f"{what}: rows", suite.rows, TaskRow)
-    if not rows:
+    if isinstance(suite.rows, EnvironmentRows):
+        num_rows = plan.starts(f"{what}: rows", suite.rows, environment)
+    else:
+        num_rows = len(_rows(plan, f"{what}: rows", suite.rows, TaskRow) or ())
+    if not num_rows:
         return None
-    words = f"{len(rows)} episodes" if suite.samples == 1 else f"{len(rows)} x {suite.samples} episodes"
-    return Asked(len(rows), words, suite.chosen_metrics, counted="")
+    words = f"{num_rows} episodes" if suite.samples == 1 else f"{num_rows} x {suite.samples} episodes"
+    return Asked(num_rows, words, suite.chosen_metrics, counted="")
 
 
 def _form(plan: LearnerPlan, key: str, rows: Sequence[PromptRow], backend: EndpointModel) -> None:
