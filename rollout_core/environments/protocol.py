@@ -68,7 +68,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that an environment knows of only when it runs, say as a server told it."""
+    """A tool that an environment knows of only when it runs, such as those of a server."""
 
     name: str
     description: str
