@@ -145,6 +145,11 @@ class Bell:
             with self._lock:
                 self._listeners.pop(event, None)
 
+    def ring_all(self) -> None:
+        """Wake all listeners; from any thread."""
+        if self._listeners:  # as a rule there are none, and each write rings
+            self.ring(len(self._listeners))
+
     def ring(self, count: int) -> None:
         """Wake up to ``count`` listeners, those who have waited longest; from any thread. Each is woken once."""
         with self._lock:

@@ -1,3 +1,8 @@
+from .changes import (
+    Change as Change,
+    ChangeKind as ChangeKind,
+    ChangePage as ChangePage,
+)
 from .contract import (
     LightningStore as LightningStore,
 )

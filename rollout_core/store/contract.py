@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import Conflict
+from rollout_core.store.changes import PAGE_CHANGES, Change, ChangeKind, ChangePage
 from rollout_core.store.checks import check_id_list, refuse_missing, rollout_changes
 from rollout_core.store.encoded_spans import EncodedSpan, encode_ends
 from rollout_core.store.lifecycle import FINISHED
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
+
+WATCH_SECONDS = 10.0
+"""How long a watch waits for changes in one call."""
 
 AttemptEnd = tuple[Span | EncodedSpan, AttemptUpdate]
 """The last span of an attempt, and how the attempt ends."""
@@ -463,6 +467,41 @@ class LightningStore(Queries):
         it first. No more are woken than there is work for. A store that cannot notify waits all the time."""
         await asyncio.sleep(timeout)
         return False
+
+    async def wait_for_changes(
+        self,
+        after: str | None = None,
+        *,
+        kinds: Sequence[ChangeKind] | None = None,
+        limit: int = PAGE_CHANGES,
+        timeout: float = 0.0,
+    ) -> ChangePage:
+        """Changes of these kinds (None: of all) that were committed after the position ``after`` (None: now), oldest
+        first, about ``limit`` at most; where there are none, wait for some for up to ``timeout`` seconds.
+
+        A page leads to the next one by its position. Heartbeats and spans are no changes, unless a status follows from
+        them. What a store shares with other processes, such as a database, shows their changes too.
+
+        Raises ConfigError for a position or kind that is none, and NotFound where some changes after ``after`` are not
+        kept any more: a store keeps at least those of its last 20,000 writes.
+        """
+        raise self._lacks("wait_for_changes")
+
+    async def watch(
+        self, kinds: Sequence[ChangeKind] | None = None, *, after: str | None = None
+    ) -> AsyncIterator[Change]:
+        """Changes of these kinds as they are committed, without end: those after the position ``after``, such as the id
+        of the last one seen, or those from the moment at which the first is asked for.
+
+        Nothing waits for who is slow: changes are read when they are asked for. Raises as `wait_for_changes`, so also
+        NotFound where it has fallen behind all that the store keeps.
+        """
+        position = after if after is not None else (await self.wait_for_changes()).position
+        while True:
+            page = await self.wait_for_changes(position, kinds=kinds, timeout=WATCH_SECONDS)
+            for change in page.items:
+                yield change
+            position = page.position
 
     # Resources
 

@@ -40,7 +40,7 @@ for _name, _method in inspect.getmembers(LightningStore, inspect.iscoroutinefunc
         setattr(ForwardingLightningStore, _name, _forwarded(_name, _method))
 
 
-UNLOCKED = frozenset({"wait_for_rollouts", "wait_for_work", "statistics"})
+UNLOCKED = frozenset({"wait_for_rollouts", "wait_for_work", "wait_for_changes", "statistics"})
 """Calls that do not wait for their turn."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from rollout_core.base.errors import Conflict, NotFound
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
+from rollout_core.store.changes import Entry, attempt_entry, rollout_entry
 from rollout_core.store.checks import check_ids, same_json
 from rollout_core.store.codec import encode, json_copy
 from rollout_core.store.types import (
@@ -104,12 +105,27 @@ class Work(Generic[RecordT]):
         self.withdrawn: list[Attempt] = []
         """Attempts that are to be as if they had never been."""
         self.workers: dict[str, WorkerChange] = {}
+        self.before: dict[str, RolloutStatus | None] = {}
+        """Rollouts that those who watch hear of: their statuses before; None: that of a new one."""
+        self.moved: dict[tuple[str, str], AttemptStatus | None] = {}
+        """Attempts that they hear of, by rollout and id, and their new statuses; None: they were taken back."""
         self.finished: list[str] = []
         """Rollouts that reached a terminal status; those who wait for them are to be woken."""
 
     def note(self, loaded: Loaded[RecordT]) -> None:
         """This rollout was changed."""
         self.changed[loaded.record.rollout_id] = loaded
+
+    def entries(self) -> list[Entry]:
+        """What those who watch are to hear of this operation."""
+        entries: list[Entry] = []
+        queued = lifecycle.QUEUED
+        for rollout_id, before in self.before.items():
+            status = self.rollouts[rollout_id].record.status
+            entries.append(rollout_entry(rollout_id, status, before in queued, status in queued))
+        for (rollout_id, attempt_id), status in self.moved.items():
+            entries.append(attempt_entry(rollout_id, attempt_id, status))
+        return entries
 
     def note_attempt(self, attempt: Attempt) -> None:
         """This attempt was changed."""
@@ -126,12 +142,14 @@ class Work(Generic[RecordT]):
         elif status in lifecycle.QUEUED:
             self.changed.pop(record.rollout_id, None)  # rollouts join the queue in the order of ``changed``
         record.end_time = lifecycle.rollout_end_time(status, record.end_time, self.now)
+        self.before.setdefault(record.rollout_id, record.status)
         record.status = status
         self.changed[record.rollout_id] = loaded
 
     def set_attempt_status(self, loaded: Loaded[RecordT], attempt: Attempt, status: AttemptStatus) -> None:
         """Change an attempt's status, and the rollout's with it if this is the latest attempt."""
         _set(attempt, status=status, end_time=lifecycle.attempt_end_time(status, attempt.end_time, self.now))
+        self.moved[attempt.rollout_id, attempt.attempt_id] = status
         self.note_attempt(attempt)
         if attempt is loaded.latest:
             record = loaded.record
@@ -146,6 +164,7 @@ class Work(Generic[RecordT]):
             if attempt.status in lifecycle.WATCHED:
                 attempt.end_time = lifecycle.attempt_end_time(lifecycle.SUPERSEDED, attempt.end_time, self.now)
                 attempt.status = lifecycle.SUPERSEDED
+                self.moved[attempt.rollout_id, attempt.attempt_id] = attempt.status
                 self.note_attempt(attempt)
 
     def follow(self, attempt: Attempt) -> None:
@@ -299,6 +318,7 @@ def new_attempts(
         for place, ((rollout_id, number), taker) in enumerate(zip(numbers, takers, strict=True))
     ]
     work.new_attempts += attempts
+    work.moved.update({(attempt.rollout_id, attempt.attempt_id): attempt.status for attempt in attempts})
     for worker_id, attempt in {attempt.worker_id: attempt for attempt in attempts if attempt.worker_id}.items():
         work.follow(attempt)
         work.worker(worker_id).dequeued |= dequeued
@@ -329,6 +349,7 @@ def withdraw(
         if attempt is None or attempt != claimed.attempt or loaded.record.status != "preparing":
             continue
         work.withdrawn.append(attempt)
+        work.moved[attempt.rollout_id, attempt.attempt_id] = None
         loaded.latest = None  # the one before is not loaded
         loaded.attempt_count -= 1
         work.set_status(loaded, status or ("queuing" if attempt.sequence_id == 1 else "requeuing"))
@@ -353,6 +374,7 @@ def cancel(work: Work[RecordT]) -> None:
         if attempt is not None and attempt.status not in lifecycle.ENDED and attempt.status != "timeout":
             end_time = lifecycle.attempt_end_time(lifecycle.SUPERSEDED, attempt.end_time, work.now)
             _set(attempt, status=lifecycle.SUPERSEDED, end_time=end_time)
+            work.moved[attempt.rollout_id, attempt.attempt_id] = lifecycle.SUPERSEDED
             work.note_attempt(attempt)
             work.follow(attempt)
 
@@ -450,6 +472,7 @@ def note_spans(work: Work[RecordT], owners: Iterable[tuple[Loaded[RecordT], Atte
         after = lifecycle.attempt_after_span(attempt.status, status, is_latest=is_latest)
         if after != attempt.status:
             attempt.status = after
+            work.moved[attempt.rollout_id, attempt.attempt_id] = after
             if is_latest:
                 work.note(loaded)
         # After the end of its attempt a rollout keeps its place in the queue: nobody else would claim it.

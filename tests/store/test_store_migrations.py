@@ -63,6 +63,8 @@ async def _downgrade(url: str) -> None:
         url,
         "DROP TABLE counts",
         "DROP TABLE leases",
+        "DROP TABLE changes",
+        *([] if url.startswith("sqlite") else ["DROP SEQUENCE change_numbers"]),
         "ALTER TABLE spans DROP COLUMN body_id",
         "UPDATE alembic_version SET version_num = '0001'",
     )

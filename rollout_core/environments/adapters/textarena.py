@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any
 
 import orjson
-import textarena  # pyright: ignore[reportMissingImports]
-from textarena.envs.registration import ENV_REGISTRY  # pyright: ignore[reportMissingImports]
+from textarena.envs.registration import ENV_REGISTRY, make  # pyright: ignore[reportMissingImports]
 
 from rollout_core.base.errors import near
 from rollout_core.environments.protocol import Done
@@ -42,7 +41,7 @@ class TextArena:
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         """What the game says first. A row may have a ``seed``."""
         with _PLAYING:
-            self._env = textarena.make(self._game, **self._config)
+            self._env = make(self._game, **self._config)
             self._env.reset(num_players=1, seed=int(row.get("seed", seed % HELD_OUT_SEEDS)))
             self._drawn = random.getstate()
             return self._said()
@@ -75,7 +74,7 @@ def _check(game: str, config: bytes) -> None:
     """Raise ValueError where one player cannot play it, or a word list that it needs is not there."""
     try:
         with _PLAYING:
-            textarena.make(game, **orjson.loads(config)).reset(num_players=1, seed=0)
+            make(game, **orjson.loads(config)).reset(num_players=1, seed=0)
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{game.removesuffix(RAW)} is not played by one player here: {said:.300}") from error

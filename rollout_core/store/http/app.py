@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 
 from rollout_core.base.errors import NotFound
 from rollout_core.store.contract import LightningStore
-from rollout_core.store.http import wire
+from rollout_core.store.http import event_stream, wire
 from rollout_core.store.http.large_bodies import Lane
 from rollout_core.store.http.otlp import receive_traces
 from rollout_core.store.http.requests import Memo, direct_app, endpoint_of
@@ -87,7 +87,11 @@ def create_app(
     async def traces(request: Request) -> Response:
         return await receive_traces(store, request.scope, request.receive, limits, lane)
 
+    async def watch(request: Request) -> Response:
+        return await event_stream.watch(store, request)
+
     routes.append(WebRoute(wire.HEALTH_PATH, health))
+    routes.append(WebRoute(wire.WATCH_PATH, watch))
     routes.append(WebRoute(wire.TRACES_PATH, traces, methods=["POST"]))
     routes += [WebRoute(DESCRIPTION_PATH, _describe), WebRoute("/docs", _show_docs), WebRoute("/redoc", _show_docs)]
     if metrics is not None:

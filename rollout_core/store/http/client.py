@@ -16,6 +16,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
+from rollout_core.store.changes import PAGE_CHANGES, ChangeKind, ChangePage, check_kinds
 from rollout_core.store.checks import check_id_list, check_ids, resources_json
 from rollout_core.store.codec import encode_bytes, model_fields
 from rollout_core.store.contract import AttemptEnd, LightningStore
@@ -356,6 +357,21 @@ class LightningStoreClient(LightningStore):
         data = _json({"timeout": seconds}, "timeout")
         reply = await self._transport.send("POST", wire.PREFIX + "/waits/work", data, Repeat.HARMLESS)
         return wire.Work.model_validate_json(reply.data).queued
+
+    async def wait_for_changes(
+        self,
+        after: str | None = None,
+        *,
+        kinds: Sequence[ChangeKind] | None = None,
+        limit: int = PAGE_CHANGES,
+        timeout: float = 0.0,
+    ) -> ChangePage:
+        check_kinds(kinds)
+        seconds = min(timeout, wire.LONGEST_WAIT_SECONDS, self._transport.settings.request_timeout / 2)
+        kept = None if kinds is None else list(kinds)
+        data = _json({"after": after, "kinds": kept, "limit": limit, "timeout": seconds}, "wait_for_changes")
+        reply = await self._transport.send("POST", wire.PREFIX + "/waits/changes", data, Repeat.HARMLESS)
+        return ChangePage.model_validate_json(reply.data)
 
     # Resources
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.loops import until_stop
+from rollout_core.store.changes import ChangePage
 from rollout_core.store.contract import LightningStore
 from rollout_core.store.encoded_spans import encode_span
 from rollout_core.store.http import wire
@@ -244,6 +245,22 @@ async def _wait_for_rollouts(store: LightningStore, call: Call) -> Any:
 async def _wait_for_work(store: LightningStore, call: Call) -> Any:
     seconds = min(call.body.timeout, wire.LONGEST_WAIT_SECONDS)
     return {"queued": await until_stop(store.wait_for_work(seconds), False)}
+
+
+@_handle(
+    "POST /waits/changes",
+    "What was committed after a position, or within so many seconds from now, at most 20, if there is nothing yet.",
+    takes=wire.ChangesRequest,
+    gives=ChangePage,
+    remembered=False,
+)
+async def _wait_for_changes(store: LightningStore, call: Call) -> Any:
+    given = call.body
+    # Where the server is to stop nothing was found: the position is that of the caller, or of now.
+    after = given.after if given.after is not None else (await store.wait_for_changes()).position
+    seconds = min(given.timeout, wire.LONGEST_WAIT_SECONDS)
+    wait = store.wait_for_changes(after, kinds=given.kinds, limit=given.limit, timeout=seconds)
+    return await until_stop(wait, ChangePage(items=[], position=after))
 
 
 # Rollouts and attempts

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
 from rollout_core.store import queries
+from rollout_core.store.changes import PAGE_CHANGES, ChangeKind
 from rollout_core.store.codec import encode_bytes, model_fields
 from rollout_core.store.encoded_spans import EncodedSpan, encode_span, fields_of, num_nulls
 from rollout_core.store.http.span_bodies import SpanFields, read_encoded
@@ -37,6 +38,7 @@ from rollout_core.store.types import (
 
 PREFIX = "/v1/agl"
 TRACES_PATH = "/v1/traces"
+WATCH_PATH = PREFIX + "/watch"
 HEALTH_PATH = PREFIX + "/health"
 JSON = "application/json"
 
@@ -242,6 +244,17 @@ class WorkRequest(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     timeout: float
+
+
+class ChangesRequest(BaseModel):
+    """From where changes are asked for, of which kinds, and for how many seconds to wait for some."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    after: str | None = None
+    kinds: list[ChangeKind] | None = None
+    limit: int = Field(default=PAGE_CHANGES, ge=1, le=MAX_RECORDS)
+    timeout: float = 0.0
 
 
 class Work(BaseModel):

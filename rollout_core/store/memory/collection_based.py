@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout_core.base.loops import Bell, Waiters
+from rollout_core.store.changes import PAGE_CHANGES, ChangeKind, ChangeLog, ChangePage, Place, Watch, check_kinds
 from rollout_core.store.checks import (
     check_id_list,
     check_ids,
@@ -100,6 +101,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         self._opened = clock()
         self._waiters = Waiters()
         self._bell = Bell()
+        self._news = Bell()
+        self._changes = ChangeLog()
 
     @property
     def capabilities(self) -> LightningStoreCapabilities:
@@ -155,17 +158,24 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         async with self.collections.atomic() as collections:
             work = CollectionWork(collections, self._clock())
             result = await operation(work)
-            await work.save(self._tell)
+            await self._save(work)
             if work.new_spans:
                 await self.on_spans_added(collections, work.new_spans)
         self._wake(work)
         return result
+
+    async def _save(self, work: CollectionWork) -> None:
+        await work.save(self._tell)
+        if entries := work.entries():
+            self._changes.add(entries, work.now)
 
     def _wake(self, work: CollectionWork) -> None:
         if work.finished:
             self._waiters.wake(work.finished)
         if work.num_queued:
             self._bell.ring(work.num_queued)
+        if work.moved or work.before or work.changed_resources:
+            self._news.ring_all()
 
     async def _tell(self, loaded: Loaded[Rollout]) -> None:
         # A copy for nobody would cost each call a tenth of its time.
@@ -188,7 +198,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             found = await collections.rollouts.query({"rollout_id": {"within": lost}})
             await work.load([rollout.rollout_id for rollout in found.items])
             expire(work)
-            await work.save(self._tell)
+            await self._save(work)
         self._wake(work)
 
     # The queue
@@ -267,6 +277,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                     loaded.record.config = kept_config(value)
                 elif name != "status":
                     setattr(loaded.record, name, value)
+            if changes:
+                work.before[rollout_id] = loaded.record.status
             if "status" in changes:
                 work.set_status(loaded, changes["status"])
             if changes:
@@ -430,6 +442,24 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def wait_for_work(self, timeout: float) -> bool:
         look = partial(self._read, lambda collections: collections.rollout_queue.size())
         return await self._bell.wait(look, timeout, POLL_SECONDS, POLL_SECONDS)
+
+    async def wait_for_changes(
+        self,
+        after: str | None = None,
+        *,
+        kinds: Sequence[ChangeKind] | None = None,
+        limit: int = PAGE_CHANGES,
+        timeout: float = 0.0,
+    ) -> ChangePage:
+        """Wait as the contract says, for changes by this object; others who share the collections have their own."""
+        check_kinds(kinds)
+
+        async def look(place: Place) -> ChangePage:
+            await self._watch()
+            return self._changes.page(place, kinds, limit)
+
+        watch = Watch(self._changes.now() if after is None else Place.of(after), look)
+        return await watch.wait(self._news, timeout, POLL_SECONDS, POLL_SECONDS)
 
     async def _read(self, operation: Callable[[T_collections], Awaitable[Result]]) -> Result:
         """Run an operation that changes nothing, after the watchdog, if that is due."""

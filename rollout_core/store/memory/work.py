@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from rollout_core.base.trusted import SET_FIELDS_SET, trusted
 from rollout_core.store import lifecycle
+from rollout_core.store.changes import Entry, resources_entry
 from rollout_core.store.checks import refuse_missing, sequence_id_after
 from rollout_core.store.codec import decode, encode, json_copy
 from rollout_core.store.encoded_spans import EncodedSpan
@@ -119,6 +120,7 @@ class CollectionWork(Work[Rollout]):
         self._last_numbers: dict[str, int] = {}
         self.requeued: list[str] = []
         """Rollouts that wait again, and go to the head of the queue, in this order."""
+        self.changed_resources: list[str] = []
         self.num_queued = 0
         """Rollouts that wait now and did not before, once they are saved."""
 
@@ -185,6 +187,7 @@ class CollectionWork(Work[Rollout]):
             }
             self.rollouts[request.rollout_id] = Loaded(trusted(Rollout, fields))
             self.note(self.rollouts[request.rollout_id])
+            self.before[request.rollout_id] = None
         return [self.rollouts[request.rollout_id] for request in requests]
 
     async def dequeue(self, limit: int) -> list[Loaded[Rollout]]:
@@ -259,6 +262,7 @@ class CollectionWork(Work[Rollout]):
         else:
             new = ResourcesUpdate(create_time=old.create_time, version=old.version + 1, **fields)
         await self.collections.resources.upsert([new])
+        self.changed_resources.append(resources_id)
         return new
 
     async def put_heartbeat(self, worker_id: str, stats: dict[str, Any] | None) -> Worker:
@@ -278,6 +282,11 @@ class CollectionWork(Work[Rollout]):
             if found
             else Worker(**{**dict.fromkeys(Worker.model_fields), "worker_id": worker_id, "status": "unknown"})
         )
+
+    def entries(self) -> list[Entry]:
+        entries = super().entries()
+        entries += map(resources_entry, self.changed_resources)
+        return entries
 
     # Saving
 

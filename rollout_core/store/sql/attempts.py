@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rollout_core.base.errors import Conflict
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
+from rollout_core.store.changes import attempt_entry, rollout_entry
 from rollout_core.store.checks import sequence_id_after
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.operations import Loaded, apply_updates, cancel, expire, note_spans
@@ -121,6 +122,8 @@ def _end_alike(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdate]
     )
     save_workers(tx, unit.workers)
     tx.finished += rows if unit.finished else ()
+    tx.changes += [rollout_entry(name, state.status, False, False) for name in rows]
+    tx.changes += [attempt_entry(update.rollout_id, update.attempt_id, attempt.status) for _, update in ends]
     for name, change in (("spans", len(ends)), (state.status, len(ends)), (before, -len(ends))):
         tx.counted[name] += change
     return [_like(attempt, rows[one.rollout_id]) for _, one in ends]
@@ -150,6 +153,8 @@ def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any])
     unit.load([rollout_id])
     [loaded] = unit.rollouts.values()
     state = loaded.record
+    if changes:
+        unit.before[rollout_id] = state.status
     if changes.keys() & {"mode", "resources_id", "config"}:
         state.mode = changes.get("mode", state.mode)
         state.resources_id = changes.get("resources_id", state.resources_id)

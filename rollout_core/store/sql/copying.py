@@ -36,8 +36,10 @@ from rollout_core.store.sql.dialect import POSTGRES, SQLITE
 from rollout_core.store.sql.tables import metadata
 
 PART_ROWS = 500
-LEFT_BEHIND = "leases"
+LEASES = "leases"
 """A table of what running processes hold: none of them may run during a copy, and new ones take leases of their own."""
+CHANGES = "changes"
+"""A table of what was changed lately, for those who watch: the copy's watchers begin anew."""
 COUNTED = "counts"
 """A table of sums of what the others hold, which each process keeps in rows of its own."""
 _PASSES = 4
@@ -79,7 +81,7 @@ def copy_store(source: str, target: str, on_part: OnPart | None = None) -> Copie
         _refuse_leases(reading, source)
         _refuse_leases(writing, target)
         pairs = _Pair(reading, writing, without_password(target), on_part or (lambda table, rows: None))
-        tables = [table for table in metadata.sorted_tables if table.name not in (LEFT_BEHIND, COUNTED)]
+        tables = [table for table in metadata.sorted_tables if table.name not in (LEASES, CHANGES, COUNTED)]
         for _ in range(_PASSES):
             found = {table.name: pairs.copy(table) for table in tables}
             copied.rows = {name: rows for name, (rows, _) in found.items()}
@@ -144,7 +146,7 @@ def _transaction(engine: Engine) -> Iterator[Connection]:
 
 
 def _refuse_leases(engine: Engine, url: str) -> None:
-    leases = metadata.tables[LEFT_BEHIND]
+    leases = metadata.tables[LEASES]
     clock = text((POSTGRES if engine.dialect.name == "postgresql" else SQLITE).clock)
     with engine.connect() as connection:
         held = connection.scalars(select(leases.c.name).where(leases.c.expires_at > clock).order_by("name")).all()

@@ -249,7 +249,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 # Versions of the schema: Alembic's, in ``migrations``
 
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 """Every version there has been, the present one last."""
 COUNTS = "SELECT name, CAST(SUM(count) AS BIGINT) FROM counts GROUP BY name"
 """Of rollouts by status, of attempts, and of spans, without reading any of them."""

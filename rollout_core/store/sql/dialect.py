@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.store.changes import Entry
 
 ROLLOUT = (
     "r.key, r.rollout_id, r.status, r.mode, r.resources_id, r.start_time, r.end_time, r.config, r.attempt_count,"
@@ -80,6 +81,12 @@ class Dialect(NamedTuple):
     infinity: str
     last_span: str
     clock: str
+    transaction_id: str
+    """The number of a writing transaction; 0 where they commit in the order in which they begin."""
+    next_change: str
+    """The number of the next row of ``changes``."""
+    settled: str
+    """Of ``changes``: rows before which no other can appear any more."""
     contains: str
     numbers: dict[str, str]
     """By the name of a counter: the statement for its next ``?`` numbers, which nobody else gets; with
@@ -110,6 +117,9 @@ SQLITE = Dialect(
     infinity="9e999",
     last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
     clock="((julianday('now') - 2440587.5) * 86400.0)",
+    transaction_id="0",
+    next_change="(SELECT COALESCE(MAX(number), 0) + 1 FROM changes WHERE transaction_id = 0)",
+    settled="transaction_id = 0",
     contains="instr({column}, ?) > 0",
     numbers={
         "rollout": "SELECT COALESCE(MAX(key), 0) FROM rollouts",
@@ -128,6 +138,9 @@ POSTGRES = Dialect(
     infinity="'infinity'::float8",
     last_span="SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM spans_key_seq",
     clock="extract(epoch FROM clock_timestamp())::float8",
+    transaction_id="pg_current_xact_id()::text::bigint",
+    next_change="nextval('change_numbers')",
+    settled="transaction_id < pg_snapshot_xmin(pg_current_snapshot())::text::bigint",
     contains="strpos({column}, ?) > 0",
     # Sequences, because two processes that read MAX(key) at the same time would take the same number.
     numbers={
@@ -142,10 +155,13 @@ POSTGRES = Dialect(
 _DIALECTS = {dialect.name: dialect for dialect in (SQLITE, POSTGRES)}
 
 
+_MARKS = ("in_texts", "lock", "lock_free", "infinity", "last_span", "clock", "transaction_id", "next_change", "settled")
+
+
 @lru_cache(1024)
 def _statement(name: str, sql: str) -> str:
     dialect = _DIALECTS[name]
-    for mark in ("in_texts", "lock", "lock_free", "infinity", "last_span", "clock"):
+    for mark in _MARKS:
         sql = sql.replace(f"{{{mark}}}", getattr(dialect, mark))
     for mark, columns in COLUMNS.items():
         sql = sql.replace(f"{{{mark}}}", columns)
@@ -158,7 +174,7 @@ def _statement(name: str, sql: str) -> str:
 class Transaction:
     """A transaction under way, as the operations of the store see it."""
 
-    __slots__ = ("_connection", "counted", "dialect", "finished", "now", "num_queued")
+    __slots__ = ("_connection", "changes", "counted", "dialect", "finished", "now", "num_queued")
 
     def __init__(self, connection: Connection, dialect: Dialect, now: float) -> None:
         self._connection = connection
@@ -169,6 +185,8 @@ class Transaction:
         """How many rollouts wait now that did not before."""
         self.finished: list[str] = []
         """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
+        self.changes: list[Entry] = []
+        """What those who watch the store are to hear of it; written once for the whole transaction."""
         self.counted: defaultdict[str, int] = defaultdict(int)
         """Changes of the counts in ``counts``, which are written once for the whole transaction."""
 
@@ -181,6 +199,7 @@ class Transaction:
         """What a part of this transaction has finished and counted is this transaction's now."""
         self.finished += part.finished
         self.num_queued += part.num_queued
+        self.changes += part.changes
         for name, change in part.counted.items():
             self.counted[name] += change
 

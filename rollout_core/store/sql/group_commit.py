@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout_core.base.errors import Fatal, Recoverable, RolloutError
+from rollout_core.store.sql.change_rows import add_changes
 from rollout_core.store.sql.dialect import Connection, Dialect, Transaction
 
 Work = TypeVar("Work")
@@ -202,6 +203,8 @@ class Hooks(NamedTuple):
     """Called, from any thread, with rollouts that have just finished."""
     on_queued: Callable[[int], None]
     """Called, from any thread, with the number of rollouts that have just joined the queue."""
+    on_changed: Callable[[], None]
+    """Called, from any thread, when there are new changes for those who watch."""
 
 
 @dataclass(eq=False)
@@ -275,6 +278,7 @@ class GroupCommit:
         pending = deque([(group, MAX_TRIES)])
         finished: list[str] = []
         num_queued = 0
+        has_changed = False
         while pending:
             jobs, tries = pending.popleft()
             try:
@@ -287,6 +291,7 @@ class GroupCommit:
                 session.commit(whole.finished)
                 finished += whole.finished
                 num_queued += whole.num_queued
+                has_changed |= bool(whole.changes)
             except Exception as error:  # noqa: BLE001 - as above
                 with contextlib.suppress(Exception):
                     session.rollback()
@@ -302,6 +307,8 @@ class GroupCommit:
             self._hooks.on_finished(finished)
         if num_queued:
             self._hooks.on_queued(num_queued)
+        if has_changed:
+            self._hooks.on_changed()
         self._deliver(group)
 
     def _run_jobs(self, session: Session, jobs: Sequence[Job[Any, Any]]) -> Transaction:
@@ -318,6 +325,7 @@ class GroupCommit:
             for batch, sharers in parts.items():
                 self._run_part(whole, session, batch, sharers)
         _add_counts(whole, whole.counted)
+        add_changes(whole)
         return whole
 
     def _run_part(

@@ -332,6 +332,7 @@ class UnitOfWork(Work[RolloutState]):
         """Write back what was changed; ``new`` are the keys, by rollout, of those that are not loaded because their
         rows are not written so far, but have an attempt."""
         self.tx.finished += self.finished
+        self.tx.changes += self.entries()
         for loaded in self.changed.values():
             row = loaded.record
             row.attempt_count = loaded.attempt_count

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from rollout_core.store.changes import resources_entry, rollout_entry
 from rollout_core.store.checks import LARGEST_NUMBER, refuse_missing
 from rollout_core.store.operations import (
     Loaded,
@@ -273,6 +274,8 @@ def _new_states(
 
 
 def _write_new(tx: Transaction, states: Sequence[RolloutState], requests: Sequence[NewRollout]) -> None:
+    new = [rollout_entry(state.rollout_id, state.status, False, state.queue_position is not None) for state in states]
+    tx.changes[:0] = new  # before those of their attempts
     tx.insert(
         "rollouts",
         "key, rollout_id, status, mode, resources_id, start_time, config, attempt_count, last_sequence_id,"
@@ -349,7 +352,7 @@ def update_resources(tx: Transaction, resources_id: str, resources: str) -> Reso
         tx.next_numbers("resources", 1)[0],
         resources_id,
     )
-    return _read_resources(tx, resources_id)
+    return _changed_resources(tx, resources_id)
 
 
 def _insert_resources(tx: Transaction, resources_id: str, resources: str) -> ResourcesUpdate:
@@ -362,9 +365,10 @@ def _insert_resources(tx: Transaction, resources_id: str, resources: str) -> Res
         tx.next_numbers("resources", 1)[0],
         resources,
     )
-    return _read_resources(tx, resources_id)
+    return _changed_resources(tx, resources_id)
 
 
-def _read_resources(tx: Transaction, resources_id: str) -> ResourcesUpdate:
+def _changed_resources(tx: Transaction, resources_id: str) -> ResourcesUpdate:
+    tx.changes.append(resources_entry(resources_id))
     [row] = tx.rows("SELECT {resources} FROM resources WHERE resources_id = ?", resources_id)
     return resources_model(row)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollout_core.base.errors import Conflict, Recoverable
 from rollout_core.base.ids import ContentId, named_ids
 from rollout_core.base.loops import Bell, Waiters
+from rollout_core.store.changes import PAGE_CHANGES, ChangeKind, ChangePage, Place, Watch, check_kinds
 from rollout_core.store.checks import (
     check_id_list,
     check_ids,
@@ -40,6 +41,7 @@ from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.sql import attempts, sql_queries as queries, sql_queue as queue
 from rollout_core.store.sql.by_url import open_database
+from rollout_core.store.sql.change_rows import find_changes, last_place
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
 from rollout_core.store.sql.row_leases import LeaseBook
@@ -102,7 +104,8 @@ class SqlLightningStore(LightningStore):
         self._opened = clock()
         self._waiters = Waiters()
         self._bell = Bell()
-        hooks = Hooks(clock, self._scan, self._waiters.wake, self._bell.ring)
+        self._news = Bell()
+        hooks = Hooks(clock, self._scan, self._waiters.wake, self._bell.ring, self._news.ring_all)
         self._database = open_database(url, hooks, busy_timeout_seconds=busy_timeout_seconds)
 
     @classmethod
@@ -340,6 +343,19 @@ class SqlLightningStore(LightningStore):
     async def wait_for_work(self, timeout: float) -> bool:
         look = partial(self._watched_read, queries.is_work_queued)
         return await self._bell.wait(look, timeout, SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS)
+
+    async def wait_for_changes(
+        self,
+        after: str | None = None,
+        *,
+        kinds: Sequence[ChangeKind] | None = None,
+        limit: int = PAGE_CHANGES,
+        timeout: float = 0.0,
+    ) -> ChangePage:
+        check_kinds(kinds)
+        place = Place.of(after) if after is not None else await self._read(last_place)
+        watch = Watch(place, lambda place: self._watched_read(lambda tx: find_changes(tx, place, kinds, limit)))
+        return await watch.wait(self._news, timeout, SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS)
 
     async def _finished(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         return await self._watched_read(lambda tx: queries.find_finished(tx, rollout_ids))

@@ -38,6 +38,7 @@ metadata = MetaData()
 # Where several processes write at once, numbers come from sequences; SQLite takes the next one after the highest.
 Sequence("queue_positions", metadata=metadata)
 Sequence("resources_changes", metadata=metadata)
+Sequence("change_numbers", metadata=metadata)
 
 
 def _where(condition: str) -> dict[str, Any]:
@@ -145,6 +146,16 @@ Table(
     Column("last_idle_time", Float),
     Column("current_rollout_id", _Text),
     Column("current_attempt_id", _Text),
+)
+Table(  # what transactions have changed, see ``rollout_core.store.changes``
+    "changes",
+    metadata,
+    # Of PostgreSQL, where those of higher numbers may commit first; else 0.
+    Column("transaction_id", _Key, primary_key=True, autoincrement=False),
+    Column("number", _Key, primary_key=True, autoincrement=False),
+    _always("time", Float),
+    _always("entries", _Text),
+    sqlite_with_rowid=False,
 )
 Table(  # names that one holder at a time may have
     "leases",
