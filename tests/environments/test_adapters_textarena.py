@@ -51,7 +51,7 @@ def test_a_game_is_that_of_textarena():
     number = own.state.game_state["game_number"]
     [found, lost] = played(of(), ({"seed": 3}, ["[1]", "7", f"[{number}]"]), ({"seed": 3}, ["[1]"]))
     assert "You are playing Guess The Number" in found[0]
-    assert found[1] == "[GAME] The target number is higher."
+    assert found[1] == "The target number is higher."
     assert found[3:] == [None, 1.0]
     assert lost[:2] == found[:2] and lost[-1] == 0.0
 
