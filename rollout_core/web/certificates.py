@@ -11,8 +11,8 @@ import contextlib
 import ipaddress
 import os
 import re
+import secrets
 import ssl
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -231,15 +231,14 @@ def _write(certificate: Path, key: Path, name: str, authority: tuple[Any, Any] |
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
     """Write a file that is there as a whole or not at all, and is never readable by more than ``mode`` says."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
+        with open(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             file.write(data)
             file.flush()
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        os.replace(name, path)
+        part.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        part.unlink(missing_ok=True)
         raise

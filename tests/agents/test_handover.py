@@ -53,7 +53,7 @@ def test_what_the_program_has_set_on_an_agent_comes_with_its_name(monkeypatch):
     [
         (
             {"format": "%(levelname)s %(message)s", "datefmt": "%H"},
-            {"format": "%(levelname)s %(message)s", "datefmt": "%H"},
+            {"text_format": "%(levelname)s %(message)s", "datefmt": "%H"},
         ),
         ({"format": "{levelname} {message}", "style": "{"}, {}),
         ({"format": "%(of_a_filter)s %(message)s"}, {}),
