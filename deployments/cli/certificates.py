@@ -25,7 +25,7 @@ def certificates(
     ca.key.pem where this command runs.
     """
     with one_line_errors(debug):
-        for issued in issue(folder, machines):
+        for issued in issue(folder.resolve(), machines):
             files = issued.files
             said = "issued" if issued.is_new else "unchanged"
             typer.echo(f"{issued.machine}: {said}, valid until {files.ends():%Y-%m-%d}")

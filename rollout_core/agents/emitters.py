@@ -21,6 +21,7 @@ from rollout_core.store.semconv import (
     AGL_EXCEPTION,
     AGL_MESSAGE,
     AGL_OBJECT,
+    EPISODE_TURN,
     LightningSpanAttributes,
     RewardAttributes,
 )
@@ -157,9 +158,9 @@ def find_reward_spans(spans: Sequence[Any]) -> list[Any]:
 
 
 def find_final_reward(spans: Sequence[Any]) -> float | None:
-    """The primary reward of the last span that has one; None if none has."""
+    """The primary reward of the last span that has one, but for rewards of single turns; None if none has."""
     for span in reversed(spans):
-        value = get_reward_value(span)
+        value = None if EPISODE_TURN in (span.attributes or {}) else get_reward_value(span)
         if value is not None:
             return value
     return None

@@ -171,7 +171,9 @@ def _shown(value: Any) -> str:
     text = without_passwords(well_formed(str(value)))
     for name, secret in os.environ.items():
         if name.startswith(SECRET_PREFIX) and len(secret) >= FRAGMENT:
-            text = text.replace(secret, HIDDEN)
+            # Also as it stands in JSON that is a message, or a part of one.
+            for form_of_it in (secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]):
+                text = text.replace(form_of_it, HIDDEN)
     return text
 
 
@@ -223,7 +225,7 @@ class _Stderr:
     def _say(self, text: str) -> None:
         lines = [line for line in text.splitlines() if line.strip()]
         if all(_is_object(line) for line in lines):
-            _write("\n".join(lines))
+            _write("\n".join(map(_shown, lines)))
         else:
             # What one call writes is one record, such as a traceback.
             _write(_line_of({"level": "INFO", "logger": "stderr", "message": text.strip("\n")}))
@@ -250,6 +252,8 @@ def _write_json() -> None:
     logging.root.addHandler(_handler(logging.NOTSET))
     sys.stderr = stderr  # type: ignore[assignment]
     atexit.register(stderr.end)
+    # A thread of the parent may hold the lock at the fork, and is not there to give it back.
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
     os.register_at_fork(after_in_child=stderr.forget)
     logging.captureWarnings(True)
     sys.excepthook, sys.unraisablehook, threading.excepthook = _uncaught, _unraisable, _uncaught_in_thread

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rollout_core.base.ids import ContentId
-from rollout_core.config.base import DatasetSource, Settings, identity
+from rollout_core.config.base import DatasetSource, EnvironmentRows, Settings, identity
 from rollout_core.config.environments import AnyEnvironment
 from rollout_core.config.inference import SamplingParams
 from rollout_core.config.rewards import ExactMatchReward, FunctionName, RewardSpec
@@ -183,6 +183,8 @@ class Suite(Settings):
 
     @model_validator(mode="after")
     def _an_environment_scores(self) -> Suite:
+        if isinstance(self.rows, EnvironmentRows) and "split" not in self.rows.model_fields_set:
+            raise ValueError('rows: say which rows the environment is to make: split = "eval" (held out) or "train"')
         for name in ("scorer", "prompt") if self.environment is not None else ():
             if name in self.model_fields_set:
                 raise ValueError(f"{name}: the environment begins its episodes and rewards them; leave it out")

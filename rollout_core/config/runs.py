@@ -13,6 +13,7 @@ from rollout_core.config.base import (
     Address,
     Columns,
     DatasetSource,
+    EnvironmentRows,
     ModelSource,
     RunCost,
     RunInfo,
@@ -513,6 +514,12 @@ class EvaluationConfig(SuitesConfig):
     """Held-out prompts."""
     sampling: SamplingParams = SamplingParams(temperature=0.0)
     """How they are completed."""
+
+    @model_validator(mode="after")
+    def _prompts_are_held_out(self) -> EvaluationConfig:
+        if isinstance(self.prompts, EnvironmentRows) and self.prompts.split != "eval":
+            raise ValueError('prompts: rows of split = "train" are learned from; held-out ones are of split = "eval"')
+        return self
 
 
 class NightlyConfig(TrainingRun, PlacedRun):

@@ -261,12 +261,13 @@ class _Host:
         is_done = isinstance(found, Done)
         return {"text": clean_text(_text(found.text if is_done else found)), "is_error": False, "done": is_done}
 
-    async def _run(self, episode: _Episode, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    # Others name the arguments of tools, and may do so as we do.
+    async def _run(self, episode: _Episode, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """The outcome of a method, async or not, which may be given up."""
         episode.running = asyncio.ensure_future(self._outcome(method, *arguments, **named))
         return await episode.running
 
-    async def _outcome(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _outcome(self, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **named)
         loop = asyncio.get_running_loop()

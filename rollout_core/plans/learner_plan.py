@@ -107,9 +107,9 @@ class LearnerPlan(Plan):
     _counted: dict[str, dict[str, int]] = field(default_factory=dict)
     """By the keys of learners, how many parameters `training_of` takes to have adapters, or to be cut."""
     _forms: dict[str, CallForm] = field(default_factory=dict)
+    """How the users' reward functions that were loaded are called, by their names."""
     _unloadable: set[str] = field(default_factory=set)
     """Addresses of environments that are known not to load."""
-    """How the users' reward functions that were loaded are called, by their names."""
     _left: Left = field(default_factory=Left)
     """What the learners that were looked at leave on the disk."""
     _outcomes: dict[str, Outcome] = field(default_factory=dict)

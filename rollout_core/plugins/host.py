@@ -98,6 +98,7 @@ class PluginProcess:
         self._figures = CallFigures()
         self._reloads = reloads
         self._file_times: object = None
+        self._reload_problem = ""
         self._child = self._new_child()
         self._folder: Path | None = None
         self._scratch = ExitStack()
@@ -236,7 +237,8 @@ class PluginProcess:
         self._on_line(f"plugin_loaded {manifest.title} ({self.code.id.short}), {mode}, in {seconds:.2f} s")
 
     def _reload_if_edited(self) -> None:
-        folder, began = self.code.folder, time.monotonic()
+        before, began = self.code, time.monotonic()
+        folder = before.folder
         if not folder.is_dir():
             return  # filed code, on a machine that has no such folder
         try:
@@ -250,6 +252,12 @@ class PluginProcess:
             problem = ""
         except ConfigError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"{error.filename or folder}: {error.strerror or error}"
+            self._replace(before)  # its own copy of the files may be half of each
+        if problem and problem == self._reload_problem:
+            return  # said already
+        self._reload_problem = problem
         seconds = time.monotonic() - began
         self._figures.reloads.append(Reload(self.code, seconds, problem))
         about = f"{self.code.manifest.title} ({self.code.id.short})"

@@ -213,7 +213,7 @@ def _source_id(
     if isinstance(spec, PluginReward):
         known = {"kind": spec.kind, "name": spec.name, "config": spec.config}
         if (token := hot_reload()) is not None:
-            return content_id("reward/1", {**known, "hot_reload": token})
+            return content_id("reward/1", {**known, "address": spec.address, "hot_reload": token})
         return content_id("reward/1", {**known, "plugin": plugins[spec.address].id})
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from pydantic import ValidationError
@@ -62,7 +63,7 @@ def read_episodes(source: EpisodesDataset, objects: ObjectStore, database_url: s
     left_out["below min_reward"] += len(rows) - len(kept)
     # Of equal rewards the first ones; and in the order in which they were played.
     order = sorted(range(len(kept)), key=lambda place: -kept[place][0])
-    best = sorted(order[: math.ceil(source.best * len(kept))])
+    best = sorted(order[: math.ceil(Fraction(str(source.best)) * len(kept))])
     left_out["not among the best"] += len(kept) - len(best)
     documents = [kept[place][1] for place in best]
     episodes = PlayedEpisodes(documents, dict(+left_out), [ContentId(record.rollouts) for record in played])

@@ -61,17 +61,19 @@ class Place(NamedTuple):
     transaction: int
     group: int
     number: int
+    microseconds: int
+    """The time of its group: a store that began anew, or was put back from an earlier copy, has another one there."""
 
     @classmethod
     def of(cls, text: str) -> Place:
         """That of a position. Raises ConfigError for a text that is none."""
         parts = text.split(".") if isinstance(text, str) else []
-        if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
+        if len(parts) != 4 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
             raise ConfigError(f"position {text!r:.80} is none; give the id of a change, or the position of a page")
         return cls(*map(int, parts))
 
     def __str__(self) -> str:
-        return f"{self.transaction}.{self.group}.{self.number}"
+        return ".".join(map(str, self))
 
 
 class Group(NamedTuple):
@@ -85,7 +87,14 @@ class Group(NamedTuple):
     @property
     def end(self) -> Place:
         """The place of its last change."""
-        return Place(self.transaction, self.group, 2 * len(self.entries))
+        return self._place(2 * len(self.entries))
+
+    def has(self, place: Place) -> bool:
+        """Whether a place is in this group."""
+        return place == self._place(place.number)
+
+    def _place(self, number: int) -> Place:
+        return Place(self.transaction, self.group, number, round(self.time * 1e6))
 
     def changes(self, after: Place) -> Iterator[Change]:
         """Those of its changes that come after a place."""
@@ -93,8 +102,7 @@ class Group(NamedTuple):
         for index, entry in enumerate(self.entries):
             for number, change in enumerate(_changes_of(entry), start=2 * index + 1):
                 if number > seen:
-                    place = Place(self.transaction, self.group, number)
-                    yield Change(id=str(place), time=self.time, **change)
+                    yield Change(id=str(self._place(number)), time=self.time, **change)
 
 
 def _changes_of(entry: Entry) -> Iterator[dict[str, Any]]:
@@ -211,7 +219,8 @@ class ChangeLog:
     def page(self, after: Place, kinds: Sequence[ChangeKind] | None, limit: int) -> ChangePage:
         """See `page_of`. Raises NotFound where some of them are not kept any more."""
         last = self._last
-        if after.transaction or after.group not in self._groups:
+        kept = self._groups.get(after.group)
+        if kept is None or not Group(0, after.group, *kept).has(after):
             raise gone(after)
         return page_of(self._kept(after, last), after, kinds, limit)
 

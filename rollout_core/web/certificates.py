@@ -115,7 +115,9 @@ def issue(folder: Path, machines: Sequence[str]) -> list[Issued]:
     Raises ConfigError for a name that no machine has, and for an authority that is not whole.
     """
     for machine in machines:
-        if machine == "ca" or not (_address(machine) or _HOST_NAME.fullmatch(machine)):
+        # Files of one whose name ends in .key would be those of another's key.
+        is_taken = machine.lower() == "ca" or machine.lower().endswith(".key")
+        if is_taken or not (_address(machine) or _HOST_NAME.fullmatch(machine)):
             raise ConfigError(f"{machine!r} is no name or address of a machine")
     folder.mkdir(parents=True, exist_ok=True)
     authority = _authority(folder)

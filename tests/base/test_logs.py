@@ -101,6 +101,34 @@ def test_a_fork_writes_no_line_that_its_parent_began():
     assert [line["message"] for line in run(program)] == ["in the child", "begun and ended"]
 
 
+def test_a_fork_amid_the_lines_of_other_threads_writes_its_own():
+    program = (
+        "import logging, os, rollout_core, signal, threading\n"
+        "done = threading.Event()\n"
+        "def talk():\n"
+        " while not done.is_set(): logging.warning('x' * 1000)\n"
+        "threads = [threading.Thread(target=talk) for _ in range(2)]\n"
+        "for thread in threads: thread.start()\n"
+        "for number in range(20):\n"
+        " child = os.fork()\n"
+        " if child == 0: signal.alarm(60); logging.warning('child'); os._exit(0)\n"
+        " assert os.waitpid(child, 0)[1] == 0\n"
+        "done.set()\n"
+        "for thread in threads: thread.join()\n"
+    )
+    assert sum(line["message"] == "child" for line in run(program)) == 20
+
+
+def test_secrets_are_hidden_in_lines_that_are_json_already_and_where_json_escapes_them():
+    program = (
+        "import json, os, sys, rollout_core\n"
+        "secret = os.environ['ROLLOUT_SECRET_JUDGE']\n"
+        "print(json.dumps({'key': secret, 'at': 'postgresql://me:hunter2-hunter2@db/x'}), file=sys.stderr)"
+    )
+    (line,) = run(program, ROLLOUT_SECRET_JUDGE='sk-"0123456789"ü')
+    assert line == {"key": "***", "at": "postgresql://me:***@db/x"}
+
+
 def test_secrets_are_hidden_in_messages_and_exceptions():
     program = (
         "import logging, os, rollout_core\n"

@@ -23,7 +23,8 @@ class Env:
 
     async def further_tools(self):
         named = {"type": "object", "properties": {"who": {"type": "string"}}, "required": ["who"]}
-        return [Tool("look_up", "Look up.", named, self._look_up), Tool("give_up", "End it.", {}, self._end)]
+        look_up = Tool("look_up", "Look up.", named, self._look_up)
+        return [look_up, Tool("give_up", "End it.", {}, self._end)]
 
     async def _look_up(self, who):
         if who == "nobody":
@@ -34,9 +35,9 @@ class Env:
     def _end(self):
         return Done("bye")
 
-    def own(self) -> str:
+    def own(self, method: str = "own", episode: int = 0) -> str:
         \"\"\"A method that is a tool.\"\"\"
-        return "own"
+        return method
 
     def reward(self):
         return float(self.found == "Ada")
@@ -52,7 +53,7 @@ async def test_tools_that_are_known_at_run_time_are_called_like_methods(scene: S
         called("look_up", whom="Ada"),
         called("look_up", who="nobody"),
         called("look_up", who="Ada"),
-        called("own"),
+        called("own", method="yours", episode=1),
         called("give_up"),
     ]
     backend = scene.engine(lambda text, seed: said[text.count("assistant: ") - 1])
@@ -66,7 +67,7 @@ async def test_tools_that_are_known_at_run_time_are_called_like_methods(scene: S
         if "agentlightning.operation.output" in span.attributes
     ]
     assert answers[0].startswith("wrong arguments: 'who' is a required property. Expected: who"), answers
-    assert answers[1:] == ["there is nobody of this name", '{"name":"Ada"}', "own", "bye"]
+    assert answers[1:] == ["there is nobody of this name", '{"name":"Ada"}', "yours", "bye"]
 
 
 def test_they_are_shown_next_to_methods_and_their_names_are_checked(tmp_path: Path):
@@ -77,7 +78,7 @@ def test_they_are_shown_next_to_methods_and_their_names_are_checked(tmp_path: Pa
     (tmp_path / "env.py").write_text(SERVED.replace('"give_up"', '"look_up"'))
     with pytest.raises(ConfigError, match="tools called look_up, look_up; expected names of letters, each once"):
         look_at(EnvironmentCode.of(environment, tmp_path), environment)
-    (tmp_path / "env.py").write_text(SERVED.replace("return [Tool", "return 1, [Tool"))
+    (tmp_path / "env.py").write_text(SERVED.replace("return [look_up", "return 1, [look_up"))
     with pytest.raises(ConfigError, match="expected a list of rollout's Tool"):
         look_at(EnvironmentCode.of(environment, tmp_path), environment)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import EvalConfig, TrainGRPOConfig, load_config, parse_config
+from rollout_core.config import EvalConfig, NightlyConfig, TrainGRPOConfig, load_config, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.learner_plan import plan_suites, plan_training
 from tests.conftest import PROJECT
@@ -100,6 +100,19 @@ def test_a_suite_asks_rows_that_are_held_out(prefect_server: str, work: Path):
     from tests.flows.conftest import objects
 
     assert len(_episodes(objects())) == 3
+
+
+def test_rows_to_learn_from_are_not_the_held_out_ones(work: Path):
+    suite = {
+        "name": "sums",
+        "rows": {"kind": "environment", "size": 3},
+        "environment": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+    }
+    with pytest.raises(ConfigError, match=r'rows: say which rows .*split = "eval"'):
+        parse_config({"model": {"uri": "model"}, "suites": [suite]}, EvalConfig)
+    night = {"model": {"uri": "model"}, "evaluation": {"prompts": {"kind": "environment"}}}
+    with pytest.raises(ConfigError, match=r'evaluation.*prompts: rows of split = "train" are learned from'):
+        parse_config(night, NightlyConfig)
 
 
 def test_rows_of_an_environment_need_one(work: Path):

@@ -127,6 +127,17 @@ def test_a_manifest_that_is_wrong_is_not_taken(plugin: Edited, old: str, new: st
     assert re.match(said, problem), problem
 
 
+def test_what_is_wrong_with_a_folder_is_said_once(plugin: Edited):
+    plugin.open()
+    (plugin.folder / "link").symlink_to(plugin.folder / "nowhere")
+    assert [plugin.reward() for _ in range(3)] == [1.0] * 3
+    [problem] = plugin.reloads()
+    assert "link" in problem
+    (plugin.folder / "link").unlink()
+    plugin.replace("1.0 if", "0.25 if")
+    assert plugin.reward() == 0.25
+
+
 def test_a_schema_that_refuses_the_configuration_is_not_taken(plugin: Edited):
     plugin.open()
     plugin.code = plugin.folder / "config.schema.json"

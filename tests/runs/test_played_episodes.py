@@ -104,6 +104,13 @@ def test_an_episode_is_a_conversation_with_its_tools_and_what_they_answered(scen
     assert row.messages is not None and row.tools is not None and found.left_out == {}
 
 
+def test_a_share_is_what_its_digits_say(scene: Scene):
+    """In binary 0.28 of 25 is a little more than 7."""
+    played(scene, list(range(20, 45)))
+    assert len(numbers(read(scene, best=0.28))) == 7
+    assert len(numbers(read(scene, best=0.29))) == 8
+
+
 def test_episodes_are_chosen_by_reward_and_the_others_are_counted(scene: Scene):
     played(scene, [5, 13, 1, 9, 3, 2], calls=2)
     assert numbers(read(scene)) == [5, 1, 3, 2]

@@ -108,7 +108,7 @@ def test_an_authority_that_is_not_whole_is_not_replaced(tmp_path: Path):
         files_of(tmp_path)
 
 
-@pytest.mark.parametrize("machine", ["", "../up", "a b", "ca", "-x", "a/b"])
+@pytest.mark.parametrize("machine", ["", "../up", "a b", "ca", "ca.key", "worker.KEY", "-x", "a/b"])
 def test_what_is_no_machine_is_refused(tmp_path: Path, machine: str):
     with pytest.raises(ConfigError, match="is no name or address of a machine"):
         issue(tmp_path / "tls", [HERE, machine])

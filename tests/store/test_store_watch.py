@@ -164,7 +164,7 @@ async def test_changes_that_are_not_kept_any_more_are_told(make_store, monkeypat
     assert len((await store.wait_for_changes(page.position)).items) == 1
 
 
-@pytest.mark.parametrize("position", ["", "x", "1.2", "1.2.3.4", "-1.0.0", "٣.0.0"])
+@pytest.mark.parametrize("position", ["", "x", "1.2.3", "1.2.3.4.5", "-1.0.0.0", "٣.0.0.0"])
 async def test_other_texts_are_no_positions(store, position):
     with pytest.raises(ConfigError, match="position"):
         await store.wait_for_changes(position)
@@ -243,7 +243,7 @@ async def test_what_is_wrong_with_a_watch_is_answered_by_a_status(make_store):
         for params, headers, status in (
             ({"kind": "span"}, {}, 400),
             ({}, {"last-event-id": "x"}, 400),
-            ({"after": "0.123456.7"}, {}, 404),
+            ({"after": "0.123456.7.8"}, {}, 404),
         ):
             async with session.get(place, params=params, headers=headers) as response:
                 assert response.status == status
@@ -294,6 +294,41 @@ async def test_a_watch_needs_the_key_of_the_store_and_ends_with_its_server():
             async with asyncio.timeout(LONG):
                 rest = await response.content.read()
     assert b"data:" not in rest
+
+
+async def test_a_position_of_another_history_is_told(store):
+    """As of a store in memory that was started again, or of a database that was put back from an earlier copy."""
+    await store.add_resources({})
+    *place, microseconds = (await now(store)).split(".")
+    await store.add_resources({})
+    with pytest.raises(NotFound, match="is not kept any more, or is of another store"):
+        await store.wait_for_changes(".".join([*place, str(int(microseconds) - 1)]))
+
+
+async def test_a_store_in_memory_that_began_anew_knows_no_earlier_position():
+    first, second = InMemoryLightningStore(), InMemoryLightningStore()
+    for store in (first, second, second):
+        await store.add_resources({})
+    with pytest.raises(NotFound, match="is of another store"):
+        await second.wait_for_changes(await now(first))
+
+
+@pytest.mark.parametrize("make_store", ["postgres"], indirect=True)
+async def test_a_database_that_was_restored_on_another_server_is_watched_anew(make_store):
+    store = await make_store()
+    await store.add_resources({})
+    start = await now(store)
+    with connect(store.url, LONG) as other:  # whose transactions have larger numbers
+        other.execute("UPDATE changes SET transaction_id = transaction_id + 1000000000 WHERE number > 0")
+        other.execute("DELETE FROM changes WHERE number = 0")
+    opened = await make_store()
+    page = await opened.wait_for_changes()
+    assert page.items == []
+    with pytest.raises(NotFound, match="not kept any more"):
+        await opened.wait_for_changes(start)
+    added = await opened.add_resources({})
+    [change] = (await opened.wait_for_changes(page.position)).items
+    assert change.resources_id == added.resources_id
 
 
 @pytest.mark.parametrize("make_store", ["postgres"], indirect=True)

@@ -92,7 +92,7 @@ class OpenEnv:
         if self._session is not None:
             await self._session.close()
 
-    async def _act(self, **action: Any) -> str | Done:
+    async def _act(self, /, **action: Any) -> str | Done:
         return self._after(await self._ask("step", action))
 
     def _after(self, found: Mapping[str, Any]) -> str | Done:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from rollout_core.base.errors import Recoverable
 from rollout_core.store.changes import KEPT_GROUPS, ChangeKind, ChangePage, Group, Place, gone, grouped, page_of
 from rollout_core.store.sql.dialect import Transaction
 
@@ -33,8 +34,15 @@ def add_changes(tx: Transaction) -> None:
 
 
 def last_place(tx: Transaction) -> Place:
-    """The place of the last change that nothing can come before any more."""
-    return _groups(tx, "ORDER BY transaction_id DESC, number DESC LIMIT 1")[0].end
+    """The place of the last change that nothing can come before any more. Raises Recoverable where an open transaction
+    of the server is older than all that are kept."""
+    last = _groups(tx, "ORDER BY transaction_id DESC, number DESC LIMIT 1")
+    if not last:
+        raise Recoverable(
+            "no change can be seen: a transaction of the database's server has been open since before all that are "
+            "kept; end it"
+        )
+    return last[0].end
 
 
 def find_changes(tx: Transaction, after: Place, kinds: Sequence[ChangeKind] | None, limit: int) -> ChangePage:
@@ -46,7 +54,7 @@ def find_changes(tx: Transaction, after: Place, kinds: Sequence[ChangeKind] | No
         *first,
         _PART_GROUPS,
     )
-    if not groups or groups[0][:2] != first:
+    if not groups or not groups[0].has(after):
         raise gone(after)
     return page_of(groups, after, kinds, limit)
 

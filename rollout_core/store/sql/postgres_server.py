@@ -215,6 +215,16 @@ def _refuses(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
 _SCHEMA = "SELECT current_schema()"
 _TABLES = "SELECT table_name::text FROM information_schema.tables WHERE table_schema = current_schema()"
 _REVISIONS = "SELECT version_num::text FROM alembic_version"
+_IS_RESTORED = (
+    "SELECT EXISTS (SELECT FROM changes WHERE transaction_id >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
+)
+"""Whether there are changes of transactions that this server has not begun yet: they were another server's."""
+_BEGIN_ANEW = (
+    "DELETE FROM changes WHERE transaction_id >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
+    "INSERT INTO changes (transaction_id, number, time, entries)"
+    " VALUES (0, 0, extract(epoch FROM clock_timestamp())::float8, '[]')"
+    " ON CONFLICT (transaction_id, number) DO UPDATE SET time = EXCLUDED.time",
+)
 
 
 class Prepared(NamedTuple):
@@ -233,8 +243,21 @@ def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
     """
     found = inspect(url, busy_timeout_seconds)
     if found.revision_before == REVISIONS[-1]:
+        _forget_foreign_changes(url, busy_timeout_seconds)
         return found
     return found._replace(revision_before=_upgrade(url, busy_timeout_seconds))
+
+
+def _forget_foreign_changes(url: str, busy_timeout_seconds: float) -> None:
+    """In a database that was restored from another server's copy, drop that server's changes. Their transactions have
+    numbers that this server still gives to its own, which would stand among them."""
+    try:
+        with connect(url, busy_timeout_seconds) as connection:
+            if connection.execute(_IS_RESTORED).fetchone() == (True,):
+                for statement in _BEGIN_ANEW:
+                    connection.execute(statement)
+    except psycopg.Error as error:
+        raise explain(error, url) from error
 
 
 def inspect(url: str, busy_timeout_seconds: float) -> Prepared:
