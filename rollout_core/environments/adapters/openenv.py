@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import aiohttp
 
 from rollout_core.base.errors import ConfigError, near
+from rollout_core.environments.adapters.seeds import HELD_OUT_SEEDS, seed_rows
 from rollout_core.environments.protocol import Done, Tool
 from rollout_core.environments.tools.results import ToolError
 
@@ -22,9 +23,6 @@ ACT = "act"
 SECONDS = 30.0
 """For the server to say what it has."""
 MESSAGE_BYTES = 2**26
-HELD_OUT_SEEDS = 2**30
-"""Added to the seed of rows that are held out."""
-DEFAULT_SIZE = 1_000
 NOT_SHOWN = ("metadata", "done", "reward")
 """Of an observation."""
 
@@ -49,8 +47,7 @@ class OpenEnv:
 
     def make_rows(self, split: str, size: int | None, seed: int) -> list[dict[str, Any]]:
         """Seeds; held-out ones are others."""
-        first = seed + (HELD_OUT_SEEDS if split == "eval" else 0)
-        return [{"id": f"seed-{number}", "seed": number} for number in range(first, first + (size or DEFAULT_SIZE))]
+        return seed_rows(split, size, seed)
 
     async def further_tools(self) -> list[Tool]:
         """The action, unless it is a text."""

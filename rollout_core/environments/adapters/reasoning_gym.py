@@ -15,12 +15,9 @@ from typing import Any
 from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
 
 from rollout_core.base.errors import near
+from rollout_core.environments.adapters.seeds import seeds_of
 from rollout_core.environments.protocol import Done
 
-HELD_OUT_SEEDS = 2**30
-"""Added to the seed of rows that are held out. Most data sets make an item of the sum of seed and place, and this is
-more than that of any training row."""
-DEFAULT_SIZE = 1_000
 _DRAWING = threading.Lock()
 ROW_KEYS = ("dataset", "seed", "size", "index", "question")
 
@@ -44,8 +41,8 @@ class ReasoningGym:
 
     def make_rows(self, split: str, size: int | None, seed: int) -> list[dict[str, Any]]:
         """Questions that reasoning-gym makes of the seed; held-out ones of other seeds."""
-        first = seed + (HELD_OUT_SEEDS if split == "eval" else 0)
-        count = size or DEFAULT_SIZE
+        seeds = seeds_of(split, size, seed)
+        first, count = seeds.start, len(seeds)
         about = {"dataset": self._dataset, "seed": first, "size": count}
         made = self._made(first, count)
         return [

@@ -12,11 +12,9 @@ import orjson
 from textarena.envs.registration import ENV_REGISTRY, make  # pyright: ignore[reportMissingImports]
 
 from rollout_core.base.errors import near
+from rollout_core.environments.adapters.seeds import HELD_OUT_SEEDS, seed_rows
 from rollout_core.environments.protocol import Done
 
-HELD_OUT_SEEDS = 2**30
-"""Added to the seed of rows that are held out."""
-DEFAULT_SIZE = 1_000
 PLAYER = 0
 RAW = "-raw"
 """Of a game's name: without the wrappers that repeat the whole conversation in each observation."""
@@ -35,8 +33,7 @@ class TextArena:
 
     def make_rows(self, split: str, size: int | None, seed: int) -> list[dict[str, Any]]:
         """Seeds; held-out ones are others."""
-        first = seed + (HELD_OUT_SEEDS if split == "eval" else 0)
-        return [{"id": f"seed-{number}", "seed": number} for number in range(first, first + (size or DEFAULT_SIZE))]
+        return seed_rows(split, size, seed)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         """What the game says first. A row may have a ``seed``."""
