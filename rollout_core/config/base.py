@@ -576,7 +576,9 @@ def _nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str
         if members:
             models = [m for member in members for m in _models_in(member.model_fields[str(part)].annotation)]
         else:
-            models = [member for member in models if member.__name__ == part] or models
+            # A member with validators stands there as ``function-after[check(), Name]``.
+            name = str(part).rstrip("]").rpartition(" ")[2]
+            models = [member for member in models if member.__name__ == name] or models
         candidates = {name for member in models for name in member.model_fields}
     wanted = str(location[-1])
     below = {key.rpartition(".")[2]: key for member in models for key in _keys_below(member)}

@@ -91,6 +91,14 @@ def test_every_shipped_example_loads(name):
         ({"sft.optimzer": {}}, r"sft\.optimzer: unknown key; did you mean 'optimizer'\?"),
         ({"ppo.kl.targett": 1}, r"ppo\.kl\.targett: unknown key; did you mean 'target'\?"),
         ({"backend.max_num_seq": 1}, r"backend\.max_num_seq: unknown key; did you mean 'max_num_seqs'\?"),
+        (
+            {"environment": {"kind": "reasoning_gym", "dataset": "chain_sum", "path": "x"}},
+            r"environment\.path: unknown key$",  # it is another kind's
+        ),
+        (
+            {"environment": {"kind": "textarena", "gamee": "x"}},
+            r"environment\.gamee: unknown key; did you mean 'game'\?",
+        ),
         ({"sft.optimizer.lr": 0}, r"sft\.optimizer\.lr: .*greater than 0; got 0"),
         ({"sft.optimizer.lr": float("nan")}, r"sft\.optimizer\.lr: "),
         ({"sft.minibatch_size": "many"}, r"sft\.minibatch_size: .*integer.*got 'many'"),

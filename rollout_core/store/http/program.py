@@ -196,11 +196,13 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
         os.environ[MULTIPROCESS_FOLDER] = str(folder)
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
-        _supervise(settings, listener, address, announce)
+        _supervise(settings.workers, listener, address, announce, tls)
 
 
-def _supervise(settings: ServeSettings, listener: socket.socket, address: str, announce: Callable[[str], None]) -> None:
-    announce(f"starting {settings.workers} worker processes ...")
+def _supervise(
+    workers: int, listener: socket.socket, address: str, announce: Callable[[str], None], tls: TLSFiles | None
+) -> None:
+    announce(f"starting {workers} worker processes ...")
     began = time.monotonic()
 
     def on_serving() -> None:
@@ -208,7 +210,7 @@ def _supervise(settings: ServeSettings, listener: socket.socket, address: str, a
         announce(f"serving at {address}")
 
     app = f"{__name__}:create_worker_app"
-    config = uvicorn_config(app, factory=True, workers=settings.workers, tls=settings.tls_files())
+    config = uvicorn_config(app, factory=True, workers=workers, tls=tls)
     Supervisor(config, [listener], on_serving).run()
 
 
