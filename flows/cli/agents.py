@@ -8,7 +8,17 @@ from typing import Any
 
 import typer
 
-from flows.cli.common import ConfigPath, Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
+from flows.cli.common import (
+    ConfigPath,
+    Debug,
+    DryRun,
+    Locked,
+    Overrides,
+    held_to,
+    one_line_errors,
+    parse_overrides,
+    print_plan,
+)
 from flows.cli.starting import load_run, look_ahead, run_flow
 from rollout_core.config import CONFIG_KINDS
 from tasks.runtime.prefect_server import connections
@@ -20,10 +30,12 @@ _FLOWS = {
 }
 
 
-def train(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+def train(
+    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, locked: Locked = None, debug: Debug = False
+) -> None:
     """Train the model behind an agent by GRPO or PPO on what the agent does."""
     with one_line_errors(debug):
-        result = _run("train-agent", config, dry_run, set_, debug)
+        result = _run("train-agent", config, dry_run, set_, locked, debug)
         if result is not None:
             _print_trained(result)
 
@@ -37,10 +49,12 @@ def _print_trained(result: Mapping[str, Any]) -> None:
     typer.echo(f"report: {Path(result['report']) / 'index.html'}")
 
 
-def tune(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+def tune(
+    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, locked: Locked = None, debug: Debug = False
+) -> None:
     """Search for a prompt template with which an agent earns more."""
     with one_line_errors(debug):
-        result = _run("tune-prompt", config, dry_run, set_, debug)
+        result = _run("tune-prompt", config, dry_run, set_, locked, debug)
         if result is not None:
             _print_tuned(result)
 
@@ -53,10 +67,12 @@ def _print_tuned(result: Mapping[str, Any]) -> None:
     typer.echo(f"report: {Path(result['report']) / 'index.html'}")
 
 
-def online(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+def online(
+    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, locked: Locked = None, debug: Debug = False
+) -> None:
     """Serve a policy to live agents and train it on what they do, until Ctrl-C, SIGTERM or the run's own end."""
     with one_line_errors(debug):
-        result = _run("learn-online", config, dry_run, set_, debug)
+        result = _run("learn-online", config, dry_run, set_, locked, debug)
         if result is not None:
             _print_learnt(result)
 
@@ -68,11 +84,13 @@ def _print_learnt(result: Mapping[str, Any]) -> None:
     typer.echo(f"report: {Path(result['report']) / 'index.html'}")
 
 
-def _run(kind: str, config: Path, dry_run: bool, set_: Overrides, debug: bool) -> Mapping[str, Any] | None:
+def _run(
+    kind: str, config: Path, dry_run: bool, set_: Overrides, locked: Path | None, debug: bool
+) -> Mapping[str, Any] | None:
     """What the flow of this kind returned; None where it was a dry run, which is printed."""
     if dry_run:
         look_ahead()
-    parsed: Any = load_run(config, CONFIG_KINDS[kind], parse_overrides(set_))
+    parsed: Any = load_run(config, CONFIG_KINDS[kind], parse_overrides(set_) | held_to(locked, dry_run=dry_run))
     from rollout_core.plans import agent_plan  # while another process imports torch for a dry run
 
     plan = {

@@ -28,6 +28,10 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything reacha
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Change one value, such as --set ppo.iterations=3. Repeatable.")
 ]
+Locked = Annotated[
+    Path | None,
+    typer.Option("--locked", help="File of a plan (rollout plan --lock): refuse to run what differs from it."),
+]
 Processes = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Processes that train together, instead of parallel.nproc.")
 ]
@@ -75,6 +79,17 @@ def plugins_at(paths: list[str] | None, *, hot_reload: bool = False) -> Iterator
     reloads = {HOT_RELOAD: uuid4().hex} if hot_reload else {}
     with in_environment({PLUGINS: os.pathsep.join([*given, *plugin_paths()]), **reloads}):
         yield
+
+
+def held_to(locked: Path | None, *, dry_run: bool) -> dict[str, Any]:
+    """What ``--locked`` changes of a configuration. Raises ConfigError for a dry run, which does not look that far."""
+    if locked is None:
+        return {}
+    if dry_run:
+        raise ConfigError(
+            f"--dry-run makes checks alone; to compare, use `rollout plan --config FILE --locked {locked}`"
+        )
+    return {"run.locked": str(locked)}
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:

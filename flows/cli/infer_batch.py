@@ -10,7 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.common import ConfigPath, Debug, DryRun, Overrides, one_line_errors, parse_overrides, print_plan
+from flows.cli.common import (
+    ConfigPath,
+    Debug,
+    DryRun,
+    Locked,
+    Overrides,
+    held_to,
+    one_line_errors,
+    parse_overrides,
+    print_plan,
+)
 from flows.cli.starting import load_run, look_ahead, run_flow
 from rollout_core.config import InferBatchConfig
 from tasks.runtime.prefect_server import connections
@@ -25,6 +35,7 @@ def infer_batch(
     ] = False,
     dry_run: DryRun = False,
     set_: Overrides = None,
+    locked: Locked = None,
     debug: Debug = False,
 ) -> None:
     """Complete every prompt of the input, exactly once."""
@@ -32,7 +43,7 @@ def infer_batch(
         if dry_run:
             look_ahead()
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
-        overrides |= {"output.events": True} if events else {}
+        overrides |= ({"output.events": True} if events else {}) | held_to(locked, dry_run=dry_run)
         options = {} if workers is None else {"workers.count": "--workers"}
         parsed = load_run(config, InferBatchConfig, overrides, options)
         from rollout_core.plans.batch_plan import plan_batch  # while another process imports torch for a dry run

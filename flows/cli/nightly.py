@@ -14,9 +14,11 @@ from flows.cli.common import (
     ConfigPath,
     Debug,
     DryRun,
+    Locked,
     Overrides,
     PluginPaths,
     Processes,
+    held_to,
     one_line_errors,
     parse_overrides,
     plugins_at,
@@ -33,13 +35,14 @@ def nightly(
     dry_run: DryRun = False,
     set_: Overrides = None,
     plugin: PluginPaths = None,
+    locked: Locked = None,
     debug: Debug = False,
 ) -> None:
     """Fine-tune, PPO, evaluate, promote, report."""
     with one_line_errors(debug), plugins_at(plugin):
         if dry_run:
             look_ahead()
-        parsed = load_run(config, NightlyConfig, parse_overrides(set_))
+        parsed = load_run(config, NightlyConfig, parse_overrides(set_) | held_to(locked, dry_run=dry_run))
         if nproc is not None:
             learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
             several = {f"{name}.parallel.nproc": nproc for name in learners}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +28,7 @@ from rollout_core.config import CONFIG_KINDS, apply_overrides
 from rollout_core.config.base import read_toml
 from rollout_core.config.cloud import take_cloud
 from rollout_core.config.kinds import kind_of
+from rollout_core.plans.lock import PlanLock, differences, read_lock
 from tasks.runtime.prefect_server import storage_and_database
 
 if TYPE_CHECKING:
@@ -46,13 +48,20 @@ def plan(
     ] = None,
     set_: Overrides = None,
     plugin: PluginPaths = None,
+    lock: Annotated[
+        Path | None, typer.Option("--lock", help="Write the plan to a file that runs can be held to, with its id.")
+    ] = None,
+    locked: Annotated[
+        Path | None, typer.Option("--locked", help="Refuse what differs from the plan in this file of --lock.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Print what a run would do: its checks, its stages and which are cached, time, memory, disk and cost.
 
     It makes the checks that the run makes at its beginning, then walks through the run's own code with every stage
-    looked up instead of computed. Nothing is changed. Times are those of earlier runs.
+    looked up instead of computed. Nothing is changed. Times are those of earlier runs. With ``--lock`` it also writes
+    what the run would compute with, inputs by their content, to a file; with ``--locked`` it compares with such a file.
     """
     with one_line_errors(debug), plugins_at(plugin):
         overrides = parse_overrides(set_)
@@ -62,13 +71,29 @@ def plan(
             raise ConfigError(f"--kind {kind}: expected one of {', '.join(CONFIG_KINDS)}")
         parsed = load_run(config, CONFIG_KINDS[kind], overrides)
         with storage_and_database():
-            from tasks.runtime.planning import plan_run
+            from tasks.runtime.planning import lock_plan, plan_run
 
             found = plan_run(kind, parsed)
+            made = None if lock is None and locked is None else lock_plan(kind, parsed)
+        if locked is not None and made is not None:
+            _compare(made, locked)
+        if lock is not None and made is not None:
+            made.write(lock)
         if as_json:
-            typer.echo(json.dumps(_document(found), indent=2, default=str))
+            typer.echo(
+                json.dumps(_document(found) | ({} if made is None else {"plan": made.id}), indent=2, default=str)
+            )
         else:
             _print(found)
+            if made is not None:
+                typer.echo(f"plan id:     {made.id}")
+
+
+def _compare(made: PlanLock, locked: Path) -> None:
+    planned = read_lock(locked)
+    if lines := differences(planned, made):
+        lines = [f"{locked}: {line}" for line in lines]
+        raise ConfigError("\n".join(lines), lines)
 
 
 def _print(found: RunPlan) -> None:

@@ -15,6 +15,7 @@ from rollout_core.config.base import apply_overrides, parse_config, read_toml
 from rollout_core.config.cloud import take_cloud
 from rollout_core.models.bounded.inspecting import prepare
 from rollout_core.objects.addresses import with_whole_ids
+from rollout_core.plans.lock import read_lock
 from tasks.runtime.prefect_server import PREFECT_HOME, connections, prefect_server
 
 RunT = TypeVar("RunT", bound=Run)
@@ -47,7 +48,10 @@ def load_tables(
     tables = take_cloud(tables, name)
     # Before anything is validated, which may import torch.
     hold_numerics(apply_overrides(tables, overrides).get("numerics"))
-    return _whole_ids(parse_config(tables, model, name=name, overrides=overrides, options=options))
+    config = _whole_ids(parse_config(tables, model, name=name, overrides=overrides, options=options))
+    if config.run.locked is not None:
+        read_lock(Path.cwd() / config.run.locked)  # what is wrong with it is said before anything starts
+    return config
 
 
 def _whole_ids(config: RunT) -> RunT:

@@ -14,11 +14,13 @@ from flows.cli.common import (
     Debug,
     DryRun,
     HotReload,
+    Locked,
     ModelAddress,
     Overrides,
     PluginPaths,
     Processes,
     RewardCallable,
+    held_to,
     one_line_errors,
     parse_overrides,
     plugins_at,
@@ -51,10 +53,12 @@ def _command(kind: str, meaning: str) -> Callable[..., None]:
         dry_run: DryRun = False,
         set_: Overrides = None,
         plugin: PluginPaths = None,
+        locked: Locked = None,
         debug: Debug = False,
     ) -> None:
         with one_line_errors(debug), plugins_at(plugin):
-            _train(kind, config, Given(model, data, None, resume, nproc), parse_overrides(set_), dry_run, debug)
+            overrides = parse_overrides(set_) | held_to(locked, dry_run=dry_run)
+            _train(kind, config, Given(model, data, None, resume, nproc), overrides, dry_run, debug)
 
     command.__doc__ = meaning
     return command
@@ -71,11 +75,13 @@ def _command_with_reward(kind: str, meaning: str) -> Callable[..., None]:
         dry_run: DryRun = False,
         set_: Overrides = None,
         plugin: PluginPaths = None,
+        locked: Locked = None,
         hot_reload: HotReload = False,
         debug: Debug = False,
     ) -> None:
         with one_line_errors(debug), plugins_at(plugin, hot_reload=hot_reload):
-            _train(kind, config, Given(model, data, reward, resume, nproc), parse_overrides(set_), dry_run, debug)
+            overrides = parse_overrides(set_) | held_to(locked, dry_run=dry_run)
+            _train(kind, config, Given(model, data, reward, resume, nproc), overrides, dry_run, debug)
 
     command.__doc__ = meaning
     return command

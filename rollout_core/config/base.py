@@ -143,6 +143,10 @@ class RunInfo(Settings):
     deleted once a later one is stored; or all, until housekeeping comes by. Labelled states and promoted models stay in
     any case. What was deleted is computed again where somebody asks for it. Changes no result."""
 
+    locked: str | None = None
+    """File of ``rollout plan --lock``, relative to the working folder: the run ends before its first stage where it
+    would differ from that plan, and at the stage or import that does."""
+
     def cache_identity(self) -> Any:
         return None
 

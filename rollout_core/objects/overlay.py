@@ -14,13 +14,16 @@ from rollout_core.objects.object_store import ObjectStore
 
 KEPT_BYTES = 128 * 2**20
 """Of blobs from memory: so much of the first is kept, on disk, and so much of the last, in memory."""
+HEAD_BYTES = 2**20
+"""Of a large file, so much of its beginning is kept, where a safetensors file says which tensors it has."""
 
 
 def overlaid(objects: ObjectStore, folder: Path, *, kept_bytes: int = KEPT_BYTES) -> ObjectStore:
     """A store that begins with what ``objects`` has; whatever is written or deleted there, ``objects`` stays as it is.
 
-    What is written lies in ``folder``. Of large files only the sizes are noted: they are there, but cannot be read. So
-    it is with blobs between the first and the last ``kept_bytes``, as of an input of any size that is cut into shards.
+    What is written lies in ``folder``. Of large files the sizes and `HEAD_BYTES` alone are kept: they are there, but
+    what reads on raises MissingObject. So it is with blobs between the first and the last ``kept_bytes``, as of an
+    input of any size that is cut into shards, which have no beginning either.
     """
     files = OverlaidFiles(objects.files, LocalFiles(str(folder)), kept_bytes)
     return ObjectStore(objects.url, files, objects.storage_options)
@@ -39,6 +42,8 @@ class OverlaidFiles:
         self._own = own
         self._noted: dict[str, FileStat] = {}
         """Files that are not kept, or in memory."""
+        self._heads: dict[str, str] = {}
+        """By file that is not kept, its own file with the beginning."""
         self._kept_bytes = kept_bytes
         self._first_bytes = 0
         self._last: dict[str, bytes] = {}
@@ -74,7 +79,15 @@ class OverlaidFiles:
 
     def read_chunks(self, key: str) -> Iterator[bytes]:
         data = self._last.get(key)
-        return self._holder(key).read_chunks(key) if data is None else iter([data])
+        if data is not None:
+            return iter([data])
+        return self._beginning(key) if key in self._heads else self._holder(key).read_chunks(key)
+
+    def _beginning(self, key: str) -> Iterator[bytes]:
+        head = self._own.read(self._heads[key])
+        yield head[:-1]
+        yield head[-1:]  # a stream gives a chunk once it has the next one
+        raise FileNotFoundError(key)
 
     def write(self, key: str, data: bytes) -> None:
         if key.startswith("cas/") and not self._is_among_first(len(data)):
@@ -84,7 +97,7 @@ class OverlaidFiles:
         self._own.write(key, data)
 
     def upload(self, key: str | None = None) -> _Noted:
-        return _Noted(self._note)
+        return _Noted(self._note_beginning)
 
     def take(self, path: Path, key: str) -> bool:
         return False
@@ -96,6 +109,7 @@ class OverlaidFiles:
     def delete(self, key: str) -> None:
         self._own.delete(key)
         self._noted.pop(key, None)
+        self._heads.pop(key, None)
         with self._lock:
             self._last_bytes -= len(self._last.pop(key, b""))
         self._gone.add(key)
@@ -128,6 +142,12 @@ class OverlaidFiles:
         self._gone.discard(key)
         self._noted[key] = FileStat(size, time.time())
 
+    def _note_beginning(self, key: str, size: int, head: bytes) -> None:
+        kept = f"heads/{len(self._heads)}-{len(self._noted)}"
+        self._own.write(kept, head)
+        self._note(key, size)
+        self._heads[key] = kept
+
     def _holder(self, key: str) -> Files:
         if key in self._gone or key in self._noted:
             raise FileNotFoundError(key)
@@ -135,17 +155,18 @@ class OverlaidFiles:
 
 
 class _Noted:
-    """An upload of which only the size is kept."""
+    """An upload of which the size and the beginning are kept."""
 
-    def __init__(self, note: Callable[[str, int], None]) -> None:
+    def __init__(self, note: Callable[[str, int, bytes], None]) -> None:
         self._note = note
-        self._size = 0
+        self._size, self._head = 0, b""
 
     def write(self, chunk: bytes) -> None:
         self._size += len(chunk)
+        self._head += chunk[: HEAD_BYTES - len(self._head)]
 
     def commit(self, key: str) -> None:
-        self._note(key, self._size)
+        self._note(key, self._size, self._head)
 
     def abort(self) -> None:
-        self._size = 0
+        self._size, self._head = 0, b""

@@ -19,8 +19,12 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel
 
 from blocks import ContentAddressedStorage
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.config import Run
+from rollout_core.objects.lineage import software_versions
 from rollout_core.objects.records import Record
+from rollout_core.plans.lock import PlanLock, PlannedCall, PlannedInput, held_settings, planned_call
 from tasks.runtime.arguments import spread_arguments
 
 CallState = Literal["cached", "continued", "computed", "checked"]
@@ -32,10 +36,13 @@ class DryRunStage(Protocol):
     """What a dry run asks of a stage, see `tasks.runtime.stage.Stage`."""
 
     name: str
+    version: int
     cached: bool
     imports: bool
     record: Any
     in_dry_run: InDryRun | None
+
+    def identities(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
 
     def find(self, inputs: dict[str, Any]) -> Record | None: ...
 
@@ -54,6 +61,10 @@ class DryRunCall:
     """``checked``: what is never cached, and rarely has to act."""
     step: int | None = None
     """Where an interrupted update resumes."""
+
+
+def _cannot_be_locked(why: str) -> ConfigError:
+    return ConfigError(f"the plan cannot be locked: {why}; let a run import it first, then lock the plan")
 
 
 class StagesEnd(Exception):
@@ -75,11 +86,20 @@ class DryRun:
     """Whether nobody knows which stages follow."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the flow's own plan found."""
+    settings: Any = None
+    """Of the configuration, those that a plan holds."""
+    is_cold: bool = False
+    """Nothing that runs made before counts, so that what is noted does not change with their progress; the calls are
+    noted with their inputs."""
+    planned: list[PlannedCall] = field(default_factory=list)
+    imported: list[PlannedInput] = field(default_factory=list)
     _placeholders: set[str] = field(default_factory=set)
 
     def call(self, stage: DryRunStage, inputs: dict[str, Any]) -> Record:
         """Take the place of a call."""
         label = str(spread_arguments(inputs).get("label", ""))
+        if self.is_cold:
+            return self._planned_call(stage, label, inputs)
         if not stage.cached:
             self.calls.append(DryRunCall(stage.name, label, "checked"))
             found = self._unstored(stage, inputs)
@@ -89,6 +109,43 @@ class DryRun:
             state = "cached" if found is not None else "computed" if step is None else "continued"
             self.calls.append(DryRunCall(stage.name, label, state, step))
         return self.placeholder(stage.record) if found is None else found
+
+    def _planned_call(self, stage: DryRunStage, label: str, inputs: dict[str, Any]) -> Record:
+        if stage.imports:
+            known = len(self.remarks)
+            found = self._unstored(stage, inputs)
+            if found is None:
+                title = f"{stage.name} {label}".strip()
+                raise _cannot_be_locked("; ".join(self.remarks[known:]) or f"{title} is not known before the run")
+            self.imported.append(PlannedInput(stage=stage.name, label=label, ids=tuple(found.outputs())))
+            return found
+        given = stage.identities(inputs)
+        results = [name for name, value in given.items() if self._is_of_a_result(value)]
+        self.planned.append(planned_call(stage.name, stage.version, label, given, results))
+        return self.placeholder(stage.record)
+
+    def _is_of_a_result(self, value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(map(self._is_of_a_result, value.values()))
+        if isinstance(value, list | tuple):
+            return any(map(self._is_of_a_result, value))
+        return isinstance(value, str) and value in self._placeholders
+
+    def not_kept(self, why: str) -> None:
+        """The walk ends, as ``why`` says, where it would go on once a run has filed its inputs."""
+        if self.is_cold:
+            raise _cannot_be_locked(why)
+        self.remarks.append(why)
+
+    def lock(self) -> PlanLock:
+        """What this walk, which was cold, found."""
+        return PlanLock(
+            software=software_versions(),
+            settings=self.settings,
+            inputs=tuple(self.imported),
+            calls=tuple(self.planned),
+            is_open=self.is_open,
+        )
 
     def _unstored(self, stage: DryRunStage, inputs: dict[str, Any]) -> Record | None:
         why = self.out_of_reach(inputs) if stage.imports else None
@@ -156,6 +213,13 @@ def note_plan(facts: dict[str, Any]) -> None:
     dry_run = _current.get()
     if dry_run is not None:
         dry_run.facts = facts
+
+
+def note_settings(config: Run) -> None:
+    """The configuration of a flow."""
+    dry_run = _current.get()
+    if dry_run is not None and dry_run.is_cold:
+        dry_run.settings = held_settings(config)
 
 
 def is_placeholder(content: str) -> bool:

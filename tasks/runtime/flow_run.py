@@ -43,16 +43,19 @@ from rollout_core.config import Run
 from rollout_core.launch.own_loss import with_code
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.retention.run_leases import lease
+from rollout_core.plans.lock import read_lock
 from rollout_core.store.reachable import Connections
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.connections import current_connections, objects, working_folder
 from tasks.runtime.dask.placed_stages import placed
-from tasks.runtime.dry_run import current_dry_run, note_plan
+from tasks.runtime.dry_run import current_dry_run, note_plan, note_settings
+from tasks.runtime.held_run import HeldRun, current_held_run, holding
 from tasks.runtime.journal import Journal, keep_journal, stage_logger
 from tasks.runtime.run_record import WORKERS_RUN, Recorder
 from tasks.runtime.stage import refreshing, retry
 from tasks.runtime.summary import RunSummary
 from tasks.runtime.time_limits import limiting
+from tasks.runtime.walking import walk
 
 R = TypeVar("R")
 RunT = TypeVar("RunT", bound=Run)
@@ -87,15 +90,37 @@ def pipeline(
             whole = retry(lambda: with_whole_ids(config, working_folder(), objects))
             if plan is not None:
                 note_plan(retry(functools.partial(plan, whole, working_folder(), current_connections())))
+            note_settings(whole)
             coded = with_code(whole, working_folder())
+
+            def run_body(journal: Journal) -> R:
+                return body(coded, journal, *args, **kwargs)
+
             with ExitStack() as stack:
                 for close in reversed(closes):
                     stack.callback(close)
-                return recompute_missing(lambda journal: body(coded, journal, *args, **kwargs), whole)
+                with holding(_held_to_its_plan(whole, run_body)):
+                    return recompute_missing(run_body, whole)
 
         return run
 
     return decorate
+
+
+def _held_to_its_plan(config: Run, body: Callable[[Journal], object]) -> HeldRun | None:
+    """The plan that ``run.locked`` names. Raises ConfigError where the run would differ from it as things are now."""
+    if config.run.locked is None or current_dry_run() is not None:
+        return None
+    path = working_folder() / config.run.locked
+    held = HeldRun(read_lock(path), path)
+
+    def rehearse() -> None:
+        note_settings(config)
+        recompute_missing(body, config)
+
+    held.check(retry(lambda: walk(rehearse, is_cold=True).lock()))
+    stage_logger().info("the run is held to plan %s of %s", held.plan.id, path)
+    return held
 
 
 def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
@@ -138,6 +163,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
                 placed(config, str(flow_run.id)),
             ):
                 result = _repeat(body, name, summary)
+            _say_what_was_not_planned()
             summary.end()
             return result
         except BaseException as error:
@@ -153,6 +179,13 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
         finally:
             recorder.end()
             _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
+
+
+def _say_what_was_not_planned() -> None:
+    held = current_held_run()
+    if held is not None and (more := held.unplanned()):
+        shown = ", ".join(more[:10]) + (", ..." if len(more) > 10 else "")
+        stage_logger().warning("calls that plan %s does not have: %d: %s", held.plan.id.short, len(more), shown)
 
 
 def forget_stages(journal: Journal, most: int) -> None:

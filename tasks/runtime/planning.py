@@ -10,19 +10,15 @@ from typing import Any
 
 from prefect import Flow
 
-from blocks import ContentAddressedStorage
 from rollout_core.base.determinism import num_gpus
-from rollout_core.base.errors import MissingObject
-from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.base.locks import scratch_folder
-from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSource, Run, RunCost
-from rollout_core.models.locating import locate_model, locate_tokenizer
-from rollout_core.objects.overlay import overlaid
+from rollout_core.config import InferBatchConfig, Run, RunCost
+from rollout_core.plans.lock import PlanLock
 from rollout_core.runs.estimates import StageTime, stage_times
 from rollout_core.runs.run_records import RunRecords
-from tasks.runtime.connections import result_storage, working_folder
-from tasks.runtime.dry_run import DryRun, DryRunCall, StagesEnd, running_dry
+from tasks.runtime.connections import result_storage
+from tasks.runtime.dry_run import DryRun, DryRunCall
 from tasks.runtime.summary import about
+from tasks.runtime.walking import walk
 
 FLOWS: Mapping[str, str] = {
     "nightly": "flows.nightly:nightly",
@@ -98,39 +94,14 @@ class RunPlan:
 
 def plan_run(kind: str, config: Run) -> RunPlan:
     """Rehearse a run of ``kind``. Raises ConfigError naming all that is wrong with it; changes nothing."""
-    storage = result_storage()
-    with scratch_folder("plan") as folder:
-        copy = ContentAddressedStorage.over(overlaid(storage.objects(), folder))
-        dry_run = DryRun(copy, _out_of_reach)
-        with running_dry(dry_run):
-            try:
-                flow_of(kind).fn(config)
-            except StagesEnd:
-                pass
-            except MissingObject as error:
-                if dry_run.is_placeholder(error.content_id):
-                    dry_run.remarks.append("what follows depends on results that are not there yet")
-                elif copy.objects().exists(ContentId(error.content_id)):  # noted, and not kept
-                    dry_run.remarks.append("what follows depends on large files, which a plan does not keep")
-                else:
-                    raise
-    return _estimated(kind, config, dry_run, RunRecords(storage.objects()))
+    dry_run = walk(lambda: flow_of(kind).fn(config))
+    return _estimated(kind, config, dry_run, RunRecords(result_storage().objects()))
 
 
-def _out_of_reach(inputs: dict[str, Any]) -> str | None:
-    """Why an import would have to download something first."""
-    source, base = inputs.get("source"), working_folder()
-    if isinstance(source, HuggingFaceDataset) and not (base / source.uri).is_dir():
-        return f"{source.uri}: read from the hub when the run starts; what is made of it counts as not cached"
-    if not isinstance(source, ModelSource):
-        return None
-    found = is_content_id(source.uri) or locate_model(source, base, download=False)
-    if found and source.tokenizer is not None:
-        found = locate_tokenizer(source, base, download=False)
-    if found and source.adapter is not None:
-        found = is_content_id(source.adapter) or (base / source.adapter).is_dir()
-    named = ", ".join(filter(None, (source.uri, source.tokenizer, source.adapter)))
-    return None if found else f"{named}: downloaded when the run starts; what is made of it counts as not cached"
+def lock_plan(kind: str, config: Run) -> PlanLock:
+    """The plan of a run of ``kind``, for runs to be held to. Raises ConfigError where not all inputs are known before
+    the run."""
+    return walk(lambda: flow_of(kind).fn(config), is_cold=True).lock()
 
 
 def _estimated(kind: str, config: Run, dry_run: DryRun, records: RunRecords) -> RunPlan:

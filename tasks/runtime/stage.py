@@ -56,6 +56,7 @@ from tasks.runtime.arguments import read_arguments, spread_arguments
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.dry_run import InDryRun, current_dry_run
 from tasks.runtime.events import WorkEnd, WorkStart, emit
+from tasks.runtime.held_run import current_held_run
 from tasks.runtime.journal import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
 from tasks.runtime.placement import RunsTasks, Submitted, place_of
 from tasks.runtime.stage_leases import alone
@@ -223,6 +224,7 @@ class Stage(Generic[P, R]):
         inputs = self._bind(args, kwargs)
         if (dry_run := current_dry_run()) is not None:
             return cast(R, dry_run.call(self, inputs))
+        self._hold(inputs)
         place = place_of(self.place)
         if place is not None and not self._is_stored(inputs):
             with at_work(self.name, self._label(inputs)):
@@ -238,6 +240,7 @@ class Stage(Generic[P, R]):
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
         """Run the stage on a started task runner, which may be on another machine, and return at once."""
         inputs = self._bind(args, kwargs)
+        self._hold(inputs)
         span, journal = self._span(inputs), current_journal()
         call = None if journal is None else journal.begin(title_of(self.name, self._label(inputs)))
         with span.as_current(), TagsContext(current_tags=set()):
@@ -293,6 +296,10 @@ class Stage(Generic[P, R]):
         prepared.result_storage = storage
         return prepared
 
+    def _hold(self, inputs: dict[str, Any]) -> None:
+        if (held := current_held_run()) is not None and not self.imports:
+            held.call(self.name, self.version, self._label(inputs), self.identities(inputs))
+
     def _label(self, inputs: dict[str, Any]) -> str:
         return str(spread_arguments(inputs).get(LABEL, ""))
 
@@ -305,6 +312,8 @@ class Stage(Generic[P, R]):
     def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float, span: traces.Span) -> R:
         if state.is_completed():
             record = self.record.model_validate(state.result())
+            if (held := current_held_run()) is not None and self.imports:
+                held.imported(self.name, self._label(inputs), record.outputs())
             name = (state.name or "") if self.cached else CHECKED
             self._note(inputs, name, seconds, record)
             counts = {count: getattr(record, f"num_{count}", None) for count in ("samples", "tokens")}
@@ -324,12 +333,16 @@ class Stage(Generic[P, R]):
         return plain if refresh is None else content_id("stage-refresh/1", [plain, refresh])
 
     def _plain_key(self, inputs: dict[str, Any]) -> ContentId:
+        return content_id(f"stage/{self.name}/{self.version}", self.identities(inputs))
+
+    def identities(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """By name of argument, what enters the key of a call."""
         counted = {
             name: value
             for name, value in spread_arguments(inputs).items()
             if name != LABEL and not (value is None and name in self._optional)
         }
-        return content_id(f"stage/{self.name}/{self.version}", identity(counted))
+        return identity(counted)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **kwargs)

@@ -30,7 +30,9 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import lineage_of
 from rollout_core.objects.overlay import overlaid
 from rollout_core.objects.records import EvalReport, Record, Scores
+from rollout_core.plans.lock import PlanLock, planned_call, read_lock
 from tasks.runtime.connections import result_storage
+from tasks.runtime.held_run import HeldRun
 from tasks.runtime.stage import Stage
 from tests.conftest import PROJECT
 from tests.models.gguf_files import make_model, write_model
@@ -215,6 +217,157 @@ def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: 
         assert "time:        not known: later stages" in shown and "what live agents do" in shown
 
 
+def grpo(**changes: Any) -> Any:
+    document = {
+        "num_threads": 1,
+        "run": {"name": "own"},
+        "backend": {"kind": "transformers"},
+        "algorithm": {
+            "kind": "grpo",
+            "base_model": {"uri": "model"},
+            "prompts": {"path": "prompts.jsonl"},
+            "reward": {"kind": "function", "callable": "reward.py:reward"},
+            "iterations": 2,
+            "prompts_per_iteration": 2,
+            "samples_per_prompt": 2,
+            "sampling": {"max_tokens": 4},
+            "optimizer": {"lr": 1e-4},
+        },
+    }
+    return parse_config(document, CONFIG_KINDS["train-grpo"], name="test", overrides=changes)
+
+
+@pytest.fixture
+def with_reward(folder: Path) -> Path:
+    (folder / "reward.py").write_text("def reward(sample):\n    return len(sample.completion)\n")
+    return folder
+
+
+def test_a_run_is_held_to_the_plan_that_was_locked(
+    with_reward: Path, prefect_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from flows.train import train_grpo
+    from tasks.runtime.planning import lock_plan
+
+    planned = lock_plan("train-grpo", grpo())
+    assert not (tmp_path / "objects").exists()
+    planned.write(with_reward / "plan.json")
+    assert read_lock(with_reward / "plan.json") == planned
+    assert [(item.stage, len(item.ids)) for item in planned.inputs] == [("import_model", 1), ("import_prompts", 1)]
+    updates = [call for call in planned.calls if call.stage == "grpo_update"]
+    assert [call.label for call in updates] == ["iteration 1", "iteration 2"]
+    assert "model" in updates[1].results and "model" not in updates[0].results  # of iteration 1, and so not known
+
+    held = {"run.locked": "plan.json"}
+    done = train_grpo(grpo(**held, **{"run.tags": ["other"]}))
+    assert f"held to plan {planned.id} of" in caplog.text
+    assert "does not have" not in caplog.text
+    assert lock_plan("train-grpo", grpo()) == planned, "a plan's id changes with the progress of its runs"
+    assert train_grpo(grpo(**held))["model"] == done["model"]
+
+    def refused(**changes: Any) -> str:
+        known = files_below(tmp_path / "objects")
+        with pytest.raises(ConfigError) as caught:
+            train_grpo(grpo(**held, **changes))
+        new = {Path(name).parent.name for name in files_below(tmp_path / "objects").keys() - known.keys()}
+        assert new <= {"prompt-lengths"}, "nothing but a note of the plan is written"
+        return str(caught.value)
+
+    assert "settings.algorithm.optimizer.lr: planned 0.0001, now 0.01" in refused(**{"algorithm.optimizer.lr": 0.01})
+    assert "settings.algorithm.guards.max_mean_length: planned null, now 9.0" in refused(
+        **{"algorithm.guards.max_mean_length": 9.0}
+    ), "what decides in the flow alone, and is in no stage's key"
+    assert "settings.algorithm.iterations: planned 2, now 3" in refused(**{"algorithm.iterations": 3})
+    (with_reward / "reward.py").write_text("def reward(sample):\n    return -len(sample.completion)\n")
+    assert "score_rewards iteration 1: " in refused()
+    (with_reward / "reward.py").write_text("def reward(sample):\n    return len(sample.completion)\n")
+    (with_reward / "prompts.jsonl").write_text(prompts(9))
+    had, has = planned.inputs[1].ids[0][:8], lock_plan("train-grpo", grpo()).inputs[1].ids[0][:8]
+    assert f"import_prompts: planned content {had}, now {has}" in refused()
+    (with_reward / "prompts.jsonl").write_text(prompts(8))
+    changed = planned.model_copy(update={"software": {**planned.software, "torch": "1.0"}})
+    changed.write(with_reward / "plan.json")
+    assert 'torch: planned "1.0", now' in refused()
+
+
+@pytest.mark.parametrize("edited", ["prompts.jsonl", "reward.py"])
+def test_a_file_that_is_edited_once_the_plan_was_compared_is_refused(
+    edited: str, with_reward: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.train import train_grpo
+    from tasks.runtime.planning import lock_plan
+
+    lock_plan("train-grpo", grpo()).write(with_reward / "plan.json")
+    check = HeldRun.check
+
+    def then_edit(held: HeldRun, now: PlanLock) -> None:
+        check(held, now)
+        text = prompts(9) if edited == "prompts.jsonl" else "def reward(sample):\n    return 1.0\n"
+        (with_reward / edited).write_text(text)
+
+    monkeypatch.setattr(HeldRun, "check", then_edit)
+    stage = {"prompts.jsonl": "import_prompts", "reward.py": "score_rewards iteration 1"}[edited]
+    with pytest.raises(ConfigError, match=rf"{stage}: the run is held to plan .* and differs from it"):
+        train_grpo(grpo(**{"run.locked": "plan.json"}))
+
+
+def test_plans_are_locked_and_compared_by_the_command(with_reward: Path):
+    (with_reward / "batch.toml").write_text(
+        '[model]\nuri = "model"\n[sampling]\nmax_tokens = 4\n[input]\nglob = "prompts.jsonl"\n[output]\ndir = "out"\n'
+        '[backend]\nkind = "transformers"\n'
+    )
+    options = ["--config", "batch.toml"]
+    done = CliRunner().invoke(app, ["plan", *options, "--lock", "plan.json", "--json"])
+    assert done.exit_code == 0, done.output
+    lock = read_lock(with_reward / "plan.json")
+    assert json.loads(done.stdout)["plan"] == lock.id
+    same = CliRunner().invoke(app, ["plan", *options, "--locked", "plan.json"])
+    assert same.exit_code == 0
+    assert f"plan id:     {lock.id}" in same.stdout
+    other = CliRunner().invoke(app, ["plan", *options, "--locked", "plan.json", "--set", "sampling.max_tokens=5"])
+    assert other.exit_code == 2
+    assert other.stderr.strip() == "rollout: plan.json: settings.sampling.max_tokens: planned 4, now 5"
+    command = ["infer", "batch", *options, "--locked", "plan.json"]
+    refused = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert refused.exit_code == 2
+    assert "use `rollout plan --config FILE --locked plan.json`" in refused.stderr
+    away = CliRunner().invoke(app, [*command[:-1], "none.json"])
+    assert away.exit_code == 2
+    assert "none.json: the plan cannot be read: No such file" in away.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:50], "got no JSON"),
+        (lambda text: "[]", r"got format \[\]"),
+        (lambda text: text.replace("plan/1", "plan/2", 1), "got format 'rollout-plan/2'"),
+        (lambda text: text.replace('"is_open": false', '"is_open": true'), "its id is"),
+        (lambda text: text.replace('"is_open": false', '"is_open": 7'), "is_open: "),
+        (lambda text: text.replace('"calls":', '"call":'), "calls: Field required"),
+    ],
+)
+def test_a_plan_that_was_edited_or_is_none_is_refused(change: Callable[[str], str], message: str, tmp_path: Path):
+    call = planned_call("update", 1, "", {"lr": 0.1, "long": "x" * 200, "model": None}, ["model"])
+    lock = PlanLock(software={"python": "3"}, settings={"a": 1}, inputs=(), calls=(call,), is_open=False)
+    lock.write(tmp_path / "plan.json")
+    assert read_lock(tmp_path / "plan.json") == lock
+    (tmp_path / "plan.json").write_text(change((tmp_path / "plan.json").read_text()))
+    with pytest.raises(ConfigError, match=message):
+        read_lock(tmp_path / "plan.json")
+
+
+def test_what_is_downloaded_or_merged_by_the_run_cannot_be_locked_before(folder: Path):
+    from tasks.runtime.planning import lock_plan
+
+    make_adapter(folder / "model", folder / "adapter", task_type="CAUSAL_LM", r=2)
+    rows = {"dataset": {"path": "sft.jsonl"}, "sequence": {"max_length": 64}, "optimizer": {"lr": 1e-3}}
+    document = {"algorithm": {"kind": "sft", "base_model": {"uri": "model", "adapter": "adapter"}, **rows}}
+    config = parse_config(document, CONFIG_KINDS["train-sft"], name="test")
+    with pytest.raises(ConfigError, match=r"cannot be locked: model: the adapter adapter is merged .* let a run"):
+        lock_plan("train-sft", config)
+
+
 def test_a_placed_run_is_planned_by_what_its_workers_offer(folder: Path):
     from distributed import LocalCluster
 
@@ -262,10 +415,14 @@ def test_a_copy_takes_what_is_written_and_the_store_stays_as_it_is(tmp_path: Pat
     before = files_below(tmp_path / "store")
     copy = overlaid(store, tmp_path / "copy")
     new = copy.put_bytes(b"new")
-    large = copy.put_stream(os.urandom(2**20) for _ in range(6))
+    store_large = [os.urandom(2**19) for _ in range(12)]
+    large = copy.put_stream(iter(store_large))
     copy.set_ref("a/b", new)
     copy.set_ref("a/c", old)
     copy.delete(kept)
+    assert next(iter(copy.stream(large))) == b"".join(store_large)[: 2**20 - 1], "the beginning is kept"
+    with pytest.raises(MissingObject):
+        copy.get_bytes(large)
     assert copy.get_bytes(new) == b"new"
     assert copy.get_bytes(old) == b"old"
     assert copy.get_ref("a/b") == new
