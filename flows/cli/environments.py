@@ -27,7 +27,7 @@ from rollout_core.environments.conversation import check_turns
 from rollout_core.environments.episodes import Episode
 from rollout_core.environments.hosts import Hosts, Offer, look_at, rows_of
 from rollout_core.environments.tools.toolbox import ToolResources, check_tools
-from rollout_core.environments.using import check_names, tools_of_episode
+from rollout_core.environments.using import all_schemas, tools_of_episode
 from rollout_core.models.bounded.tokenizing import Chat, render
 from rollout_core.models.pretrained import load_tokenizer
 
@@ -64,13 +64,14 @@ def env_check(
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
         chosen = _rows(rows, NUM_ROWS, code, settings)
-        with _tools(settings, offer) as (resources, folder):
+        with _tools(settings, code) as (resources, folder):
+            schemas = all_schemas(offer, resources)
             checked = asyncio.run(check_environment(code, settings, offer, chosen, resources, folder))
         for number, transcript in enumerate(checked.episodes, start=1):
             typer.echo(f"row {number}:")
             for line in transcript.lines:
                 typer.echo("  " + visible(line))
-        _show_tools(offer, model, settings)
+        _show_tools(schemas, model, settings)
         for remark in checked.remarks:
             typer.echo(f"remark: {remark}")
         for fault in checked.faults:
@@ -94,7 +95,8 @@ def env_play(
         chosen = _rows(rows, row, code, settings)
         if len(chosen) < row:
             raise ConfigError(f"--row {row}: {rows or path} has {len(chosen)} rows")
-        with _tools(settings, offer) as (resources, folder):
+        with _tools(settings, code) as (resources, folder):
+            all_schemas(offer, resources)
             asyncio.run(_play(code, settings, offer, chosen[-1], resources, folder))
 
 
@@ -118,13 +120,12 @@ class _Given(Settings):
 
 
 @contextmanager
-def _tools(settings: EnvironmentConfig, offer: Offer) -> Iterator[tuple[ToolResources, Path]]:
+def _tools(settings: EnvironmentConfig, code: EnvironmentCode) -> Iterator[tuple[ToolResources, Path]]:
     """What the tools of the settings share, and a folder for their files, until the block ends."""
     check_tools(settings.tools)
     with scratch_folder("episodes") as folder:
-        resources = ToolResources(settings.tools, index_folder=folder)
+        resources = ToolResources(settings.tools, index_folder=folder, served=code.served)
         try:
-            check_names(offer, resources)
             yield resources, folder
         finally:
             resources.close()
@@ -148,14 +149,14 @@ def _rows(path: str | None, count: int, code: EnvironmentCode, settings: Environ
     return found
 
 
-def _show_tools(offer: Offer, model: Path | None, settings: EnvironmentConfig) -> None:
+def _show_tools(tools: list[dict[str, Any]], model: Path | None, settings: EnvironmentConfig) -> None:
     if model is None:
-        for tool in offer.tools:
+        for tool in tools:
             typer.echo(f"tool: {json.dumps(tool['function'])}")
         return
     tokenizer = load_tokenizer(model)
-    remark = check_turns(tokenizer, offer.tools, settings.tool_role)
-    [text] = render(tokenizer, [Chat([{"role": "user", "content": "..."}], True, offer.tools)])
+    remark = check_turns(tokenizer, tools, settings.tool_role)
+    [text] = render(tokenizer, [Chat([{"role": "user", "content": "..."}], True, tools)])
     typer.echo(f"prompt, by the chat template of {model}:\n{text if isinstance(text, str) else text.reason}")
     if remark:
         typer.echo(f"remark: {remark}")

@@ -1,7 +1,8 @@
 """The processes below one, from the kernel's table: found, measured, guarded, ended.
 
 It needs the standard library alone and little of it: every isolated child starts with it, and
-``python -I -S process_tree.py PID SECONDS`` is the guard that `rollout_core.base.stopping` starts.
+``python -I -S process_tree.py PID SECONDS`` is the guard that `rollout_core.base.stopping` starts;
+``python -I -S process_tree.py tie CONTROL CALLER PROGRAM...`` is what `tie` says.
 """
 
 from __future__ import annotations
@@ -159,5 +160,57 @@ def _pass_on(numbers: bytes) -> None:
         os.write(1, numbers)
 
 
+TIED_SECONDS = 1.0
+"""Between looks whether the caller is there: the end of its pipe says so, unless another process has a copy of it."""
+
+
+def tie(control: int, caller: int, program: list[str]) -> None:
+    """Run a program with this process's input and output, and end it, with all that it started, when something comes
+    over the pipe ``control``, when that ends, or when the process ``caller`` does. Never returns: ends as the program
+    did, with 128 more than the number of the signal that ended it."""
+    adopt_orphans()
+    heard, caught = os.pipe()
+    os.set_blocking(caught, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(caught, warn_on_full_buffer=False)
+    child = os.fork()
+    if child == 0:
+        _become(program, control)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # so that they end where the program's do
+        os.dup2(nowhere, descriptor)
+    status = None
+    poll = select.poll()  # not select(): a caller with a thousand open files gives higher numbers than that takes
+    for descriptor in (control, heard):
+        poll.register(descriptor, select.POLLIN)
+    while status is None:
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * TIED_SECONDS)}
+        if control in ready or os.getppid() != caller:
+            break
+        if heard in ready:
+            os.read(heard, 4096)
+        status = reap().get(child)
+    end_all(os.getpid(), child if status is None else None)
+    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _become(program: list[str], *own: int) -> None:
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal_at_parents_end(signal.SIGKILL)
+        os.setsid()
+        for descriptor in own:
+            os.close(descriptor)
+        os.execvp(program[0], program)
+    except OSError as error:
+        os.write(2, f"{program[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "tie":
+        tie(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     guard(int(sys.argv[1]), float(sys.argv[2]))

@@ -200,9 +200,14 @@ def child_environment() -> dict[str, str]:
 def _may_pass(name: str, value: str, allowed: frozenset[str]) -> bool:
     if name.removeprefix(SECRET_PREFIX) in allowed or name in (SECRET_LIST, FORM):
         return True
-    if name.startswith(_OURS) or _SECRET_NAME.search(name):
+    if holds_a_secret(name):
         return False
     return _PROXIES.fullmatch(name) is not None or not _PASSWORD_IN_ADDRESS.search(value)
+
+
+def holds_a_secret(name: str) -> bool:
+    """Whether a variable of this name holds a secret, or is a setting of this project or of Prefect."""
+    return name.startswith(_OURS) or _SECRET_NAME.search(name) is not None
 
 
 def exit_reason(code: int) -> str:

@@ -8,7 +8,15 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.base import Address, DatasetSource, JsonlDataset, ModelSource, RunInfo, Settings
+from rollout_core.config.base import (
+    SECRET_NAME,
+    Address,
+    DatasetSource,
+    JsonlDataset,
+    ModelSource,
+    RunInfo,
+    Settings,
+)
 from rollout_core.config.experience import ImportanceCorrection
 from rollout_core.config.inference import SCHEDULER_ADDRESS, EndpointAddress, EngineConfig, SamplingParams, VLLMBackend
 from rollout_core.config.on_policy import AdvantageSettings, GRPOSettings, OnPolicySettings, PPOSettings
@@ -16,7 +24,6 @@ from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.runs import Run, TrainingRun
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SECRET_NAME = r"^[A-Z][A-Z0-9_]*$"
 
 
 class AgentConfig(Settings):

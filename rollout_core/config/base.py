@@ -30,6 +30,8 @@ from rollout_core.config.plugin_use import PluginUse
 SCHEMA_VERSION = 1
 Address = Annotated[str, AfterValidator(refuse_credentials)]
 """Where something is: shown in logs, file names and tables, so it holds no password."""
+SECRET_NAME = r"^[A-Z][A-Z0-9_]*$"
+"""As names of secrets are written."""
 
 
 class Settings(Described):

@@ -1,4 +1,5 @@
-"""Tools that a model may call in the episodes of an environment: Python, a shell, files, HTTP, search, SQL.
+"""Tools that a model may call in the episodes of an environment: Python, a shell, files, HTTP, search, SQL, and those
+of MCP servers.
 
 Each table is what one tool may do and take. What a tool reads from this machine is named by its ``files``, whose
 content enters ids where the tool does.
@@ -11,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rollout_core.config.base import Settings
+from rollout_core.base.processes import holds_a_secret
+from rollout_core.config.base import SECRET_NAME, Address, Settings
 from rollout_core.config.verifiers import CodeSandbox
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
@@ -191,5 +193,58 @@ class SqlTool(ToolSettings):
         return (self.database,)
 
 
-AnyTool = PythonTool | ShellTool | FilesTool | HttpTool | SearchTool | SqlTool
+def _is_no_secret(name: str) -> str:
+    if holds_a_secret(name):
+        raise ValueError(f"{name} is called as what holds a secret is; name it in secrets, which hides it")
+    return name
+
+
+class McpTool(ToolSettings):
+    """The tools of a server that speaks the Model Context Protocol: a program that talks over its input and output, or
+    an address of streamable HTTP. The model calls them ``NAME_TOOL``."""
+
+    kind: Literal["mcp"]
+    name: ToolName = "mcp"
+    """Of the server; the names of its tools begin with it."""
+    seconds: Seconds = 30.0
+    """Longest time of a call. One that takes longer ends the episode's server; the next call starts it anew."""
+    start_seconds: Seconds = 60.0
+    """For the server to start and to say what it has."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server that is started for each episode, in the episode's folder. Arguments with a
+    ``/`` or a ``.`` that name a file or a folder, such as ``server.py`` or ``./data``, are relative to the working
+    folder; the content of files is part of ids."""
+    url: Address | None = Field(default=None, pattern=r"^https?://")
+    """Where a server listens, such as ``http://127.0.0.1:8000/mcp``; each episode has a session of its own. Part of no
+    id; what the server says of itself is, and ``revision``."""
+    only: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of tools, as the server has them, that the model may call. Default: all."""
+    env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), AfterValidator(_is_no_secret)], ...] = ()
+    """Names of variables of this process that the program gets besides PATH, HOME, language and the like."""
+    secrets: tuple[Annotated[str, Field(pattern=SECRET_NAME)], ...] = ()
+    """NAMES of secrets that the program gets as variables of these names: ``ROLLOUT_SECRET_<NAME>`` in the worker's
+    environment, where ``ROLLOUT_SECRETS`` lists the name. They are hidden in what the server answers."""
+    api_key: str | None = Field(default=None, pattern=SECRET_NAME)
+    """NAME of the secret that is sent to ``url`` as a bearer token."""
+    revision: str = ""
+    """Changed by you where the server answers otherwise and its tools look the same, so that episodes are played
+    anew."""
+
+    @model_validator(mode="after")
+    def _is_a_program_or_an_address(self) -> McpTool:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError('expected either command, such as ["python", "server.py"], or url')
+        if self.url is not None and (self.env or self.secrets):
+            raise ValueError("env and secrets are for a server that command starts; a server at url has api_key")
+        if self.url is None and self.api_key is not None:
+            raise ValueError("api_key is sent to url; a server that command starts gets secrets as variables")
+        return self
+
+    def cache_identity(self) -> Any:
+        """Not where the server is, how long it takes to start, and by which key it is asked."""
+        elsewhere = ("url", "start_seconds", "secrets", "api_key")
+        return {name: value for name, value in super().cache_identity().items() if name not in elsewhere}
+
+
+AnyTool = PythonTool | ShellTool | FilesTool | HttpTool | SearchTool | SqlTool | McpTool
 """Every kind of tool, by its ``kind``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.environments import EnvironmentConfig, PythonEnvironment
 from rollout_core.environments.adapters import find_adapter
+from rollout_core.environments.tools.mcp import Served, ask_servers
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import EnvironmentSource
 from rollout_core.objects.trees import hash_file
@@ -29,14 +30,19 @@ class EnvironmentCode:
     """What stands for an adapter in ids, in place of its code: versions and settings. None: it is a user's own."""
     name: str = ""
     """Of what an adapter plays, for people."""
+    served: Served = field(default_factory=dict)
+    """What the MCP servers of its tools have."""
 
     @classmethod
-    def of(cls, settings: EnvironmentConfig, base: Path) -> EnvironmentCode:
-        """Of any environment. Raises ConfigError where it is not there, or a package that it needs is not."""
+    def of(cls, settings: EnvironmentConfig, base: Path, served: Served | None = None) -> EnvironmentCode:
+        """Of any environment. Raises ConfigError where it is not there, or a package or server that it needs is not.
+        ``served``: what the MCP servers of its tools have; None: they are asked."""
         if isinstance(settings, PythonEnvironment):
-            return cls.read(settings.path, base)
-        found = find_adapter(settings, base)
-        return cls(found.code, found.identity, settings.address)
+            found = cls.read(settings.path, base)
+        else:
+            adapter = find_adapter(settings, base)
+            found = cls(adapter.code, adapter.identity, settings.address)
+        return replace(found, served=ask_servers(settings.tools, base) if served is None else served)
 
     @classmethod
     def read(cls, path: str, base: Path) -> EnvironmentCode:
@@ -49,9 +55,13 @@ class EnvironmentCode:
         return self.name or self.code.callable
 
     def id(self, settings: EnvironmentConfig, base: Path) -> ContentId:
-        """Content of the code, of the name in it, and of files that tools read; where they lie does not count. Raises
-        ConfigError where one cannot be read."""
-        files = {"files": [_content_of(base / path) for path in settings.files]} if settings.files else {}
+        """Content of the code, of the name in it, of files that tools read, and what MCP servers have; where they lie
+        does not count. Raises ConfigError where one cannot be read."""
+        files: dict[str, Any] = {}
+        if settings.files:
+            files["files"] = [_content_of(base / path) for path in settings.files]
+        if self.served:
+            files["served"] = self.served
         if self.adapted is not None:
             return content_id("adapted-environment/1", {**self.adapted, **files})
         return content_id("environment/1", {"name": self.path.rpartition(":")[2], **self.code.identity(), **files})
@@ -61,16 +71,24 @@ class EnvironmentCode:
         content = self.id(settings, base)
         filed = file_code(objects, content, self.code, "environment")
         adapted = None if self.adapted is None else dict(self.adapted)
-        return EnvironmentSource(id=content, path=self.path, code=filed, adapted=adapted)
+        served = {name: dict(found) for name, found in self.served.items()} or None
+        return EnvironmentSource(id=content, path=self.path, code=filed, adapted=adapted, served=served)
 
     @classmethod
     def filed(cls, objects: ObjectStore, source: EnvironmentSource) -> EnvironmentCode:
         """Inverse of `file`."""
         code = UserCode.from_document(json.loads(objects.get_bytes(source.code)))
-        return cls(code, source.adapted, "" if source.adapted is None else source.path)
+        return cls(code, source.adapted, "" if source.adapted is None else source.path, source.served or {})
 
     def check(self, source: EnvironmentSource, settings: EnvironmentConfig, base: Path) -> None:
-        """Raise ConfigError where a file that tools read is not what it was when the code was filed."""
+        """Raise ConfigError where a file that tools read, or an MCP server, is not what it was when the code was
+        filed."""
+        for name, found in ask_servers(settings.tools, base).items():
+            if found != self.served.get(name):
+                raise ConfigError(
+                    f"the tools of MCP server {name}, or the files of its command, have changed since the run began, "
+                    "or differ between machines; start the run again"
+                )
         if self.id(settings, base) != source.id:
             raise ConfigError(
                 f"what the tools of environment {self.path} read ({', '.join(settings.files)}) has changed since the "

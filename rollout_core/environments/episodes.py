@@ -530,7 +530,8 @@ async def play_episodes(
         on_progress(replace(progress, done=tally.done, total=tally.total))
 
     demand = OnDemand(store, objects, engine, worker_id=worker_id, options=options, on_progress=note)
-    hosts, resources = Hosts(code, settings), ToolResources(settings.tools, index_folder=index_folder, base=base)
+    hosts = Hosts(code, settings)
+    resources = ToolResources(settings.tools, index_folder=index_folder, base=base, served=code.served)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, resources.close)
         folder = stack.enter_context(scratch_folder("episodes"))

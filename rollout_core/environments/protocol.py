@@ -84,16 +84,22 @@ class Tool:
 
     def checked(self, arguments: Any) -> dict[str, Any]:
         """The arguments, as the function is called with them. Raises ToolError with the faults of them."""
-        from jsonschema import Draft202012Validator
+        return checked_by_schema(self.parameters, arguments)
 
-        faults = [error.message for error in Draft202012Validator(dict(self.parameters)).iter_errors(arguments)]
-        if faults or not isinstance(arguments, Mapping):
-            shown = "; ".join(faults[:MOST_FAULTS]) or "expected a JSON object"
-            raise ToolError(f"wrong arguments: {shown:.500}. Expected: {', '.join(self._properties()) or 'no keys'}")
-        return dict(arguments)
 
-    def _properties(self) -> list[str]:
-        return list(self.parameters.get("properties", ()))
+def checked_by_schema(schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """Arguments that fit a JSON Schema of an object. Raises ToolError with the faults of them. References lead within
+    the schema: nothing is fetched."""
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
+    validator = Draft202012Validator(dict(schema), registry=Registry())
+    faults = [error.message for error in validator.iter_errors(arguments)]
+    if faults or not isinstance(arguments, Mapping):
+        shown = "; ".join(faults[:MOST_FAULTS]) or "expected a JSON object"
+        keys = ", ".join(schema.get("properties", ()))
+        raise ToolError(f"wrong arguments: {shown:.500}. Expected: {keys or 'no keys'}")
+    return dict(arguments)
 
 
 def further_tools_of(given: Any) -> dict[str, Tool]:

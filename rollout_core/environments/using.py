@@ -50,12 +50,14 @@ class EpisodeTools:
         return {"text": found.text, "is_error": found.is_error, "done": False}
 
 
-def check_names(offer: Offer, resources: ToolResources) -> None:
-    """Raise ConfigError where a tool of the settings has the name of a method."""
+def all_schemas(offer: Offer, resources: ToolResources) -> list[dict[str, Any]]:
+    """Of what the environment has, and of the settings' tools. Raises ConfigError where two have the same name."""
+    further = Toolbox(resources.tools, resources.base, resources=resources).schemas
+    names = {tool["function"]["name"] for tool in further}
     for tool in offer.tools:
-        name = tool["function"]["name"]
-        if any(spec.name == name for spec in resources.tools):
+        if (name := tool["function"]["name"]) in names:
             raise ConfigError(f"environment.tools has {name!r}, which is a method of the environment, too; rename it")
+    return [*offer.tools, *further]
 
 
 @asynccontextmanager

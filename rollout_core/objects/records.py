@@ -220,6 +220,8 @@ class EnvironmentSource(Record):
     """The files, as `UserCode.document`."""
     adapted: dict[str, Any] | None = None
     """Of an environment of another project: versions and settings, of which `id` is made. None: a user's own code."""
+    served: dict[str, dict[str, Any]] | None = None
+    """What the MCP servers of its tools had, which is part of `id`. None: there are none."""
 
     def cache_identity(self) -> Any:
         """The code, not the folder that it was read in."""

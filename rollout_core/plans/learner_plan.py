@@ -54,8 +54,9 @@ from rollout_core.data.training_data import RowForm, look_at_rows, pair_form, sf
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import check_turns
 from rollout_core.environments.hosts import Offer, look_at, rows_of
-from rollout_core.environments.tools.toolbox import Toolbox, ToolResources, check_tools
-from rollout_core.environments.using import check_names
+from rollout_core.environments.tools.mcp import ask_servers
+from rollout_core.environments.tools.toolbox import ToolResources, check_tools
+from rollout_core.environments.using import all_schemas
 from rollout_core.evaluation.moments import suite_of
 from rollout_core.launch.own_loss import check_own_loss, with_code
 from rollout_core.models.bounded.inspecting import check_training
@@ -409,24 +410,25 @@ class LearnerPlan(Plan):
             return self.tasks(what, dataset)
         if environment.address in self._unloadable:
             return 0
-        rows = self.check(what, lambda: rows_of(EnvironmentCode.of(environment, self.base), environment, dataset))
+        # Its tools make no rows, so their servers are not asked for this.
+        rows = self.check(what, lambda: rows_of(EnvironmentCode.of(environment, self.base, {}), environment, dataset))
         return len(rows or ())
 
     def environment(self, what: str, config: EnvironmentConfig) -> Offer | None:
         """The environment can be loaded, an object of it be made, and the model's template write its episodes. What it
         offers; None where that cannot be said."""
         key = f"{what}.path" if isinstance(config, PythonEnvironment) else what
-        code = self.check(key, lambda: EnvironmentCode.of(config, self.base))
+        served = self.check(f"{what}.tools", lambda: ask_servers(config.tools, self.base))
+        code = None if served is None else self.check(key, lambda: EnvironmentCode.of(config, self.base, served))
         offer = None if code is None else self.check(key, lambda: look_at(code, config))
         if code is None or offer is None:
             self._unloadable.add(config.address)
             return None
         self.check(f"{what}.tools", lambda: check_tools(config.tools, self.base))
-        resources = ToolResources(config.tools, index_folder=self.base, base=self.base)
-        if self.check(f"{what}.tools", lambda: check_names(offer, resources) or True) is None:
+        resources = ToolResources(config.tools, index_folder=self.base, base=self.base, served=code.served)
+        tools = self.check(f"{what}.tools", lambda: all_schemas(offer, resources))
+        if tools is None:
             return offer
-        schemas = Toolbox(config.tools, self.base, resources=resources).schemas
-        tools = [*offer.tools, *schemas]
         names = [tool["function"]["name"] for tool in tools]
         shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
         found = self.check(f"{what}.tools", lambda: code.id(config, self.base))

@@ -3,6 +3,7 @@ its episodes are played."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import textwrap
 from collections import Counter
@@ -124,7 +125,7 @@ class Scene:
         """What came of episodes of these rows, ``group`` of each. Unless it is ``looked_at``, no object is made before,
         and the environment has a step and no tools."""
         environment = PythonEnvironment(path="env.py:Env", **settings)
-        code = EnvironmentCode.read(environment.path, self.folder)
+        code = await asyncio.to_thread(EnvironmentCode.of, environment, self.folder)
         async with SqlLightningStore.from_url(self.database) as store:
             tally, work = await play_episodes(
                 store,

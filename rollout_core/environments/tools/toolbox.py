@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, Recoverable, near
@@ -14,6 +15,7 @@ from rollout_core.config.tools import (
     AnyTool,
     FilesTool,
     HttpTool,
+    McpTool,
     PythonTool,
     SandboxedTool,
     SearchTool,
@@ -23,6 +25,7 @@ from rollout_core.config.tools import (
 from rollout_core.environments.tools.files import Files
 from rollout_core.environments.tools.folder import EpisodeFolder
 from rollout_core.environments.tools.http import Http, Resolve, resolved
+from rollout_core.environments.tools.mcp import McpServer, Served
 from rollout_core.environments.tools.python import Python
 from rollout_core.environments.tools.results import Output, Tool, ToolError, ToolResult, shortened
 from rollout_core.environments.tools.sandboxed import sandbox_of
@@ -37,13 +40,24 @@ class ToolResources:
     runs episodes, and closed when the last of them is."""
 
     def __init__(
-        self, tools: Sequence[AnyTool], *, index_folder: Path, base: Path = Path(), resolve: Resolve = resolved
+        self,
+        tools: Sequence[AnyTool],
+        *,
+        index_folder: Path,
+        base: Path = Path(),
+        served: Served = MappingProxyType({}),
+        resolve: Resolve = resolved,
     ) -> None:
         """``index_folder``: where indexes of corpora are kept. ``base``: the working folder of the paths that tools
-        name. ``resolve``: what finds the addresses of a name. Nothing is started before it is used."""
+        name. ``served``: what MCP servers among them have (`ask_servers`). ``resolve``: what finds the addresses of a
+        name. Nothing is started before it is used."""
         _check_names(tools)
+        for spec in tools:
+            if isinstance(spec, McpTool) and spec.name not in served:
+                raise ConfigError(f"MCP server {spec.name} was not asked; pass served=ask_servers(tools, base)")
         self.tools = tuple(tools)
         self.base = base
+        self._served = served
         self.resolve = resolve
         self._sandboxes: dict[Any, Sandbox] = {}
         self._indexes = {
@@ -51,21 +65,23 @@ class ToolResources:
         }
         self._queries = {spec.name: SqlProcesses(spec) for spec in tools if isinstance(spec, SqlTool)}
 
-    def made(self, spec: AnyTool, folder: EpisodeFolder) -> Tool:
-        """A tool of one episode."""
+    def made(self, spec: AnyTool, folder: EpisodeFolder) -> Sequence[Tool]:
+        """What a table gives one episode: a tool, or those of a server."""
         match spec:
             case PythonTool():
-                return Python(spec, self._sandbox(spec), folder)
+                return [Python(spec, self._sandbox(spec), folder)]
             case ShellTool():
-                return Shell(spec, self._sandbox(spec), folder)
+                return [Shell(spec, self._sandbox(spec), folder)]
             case FilesTool():
-                return Files(spec, folder)
+                return [Files(spec, folder)]
             case HttpTool():
-                return Http(spec, self.resolve)
+                return [Http(spec, self.resolve)]
             case SearchTool():
-                return Search(spec, self._indexes[spec.name])
+                return [Search(spec, self._indexes[spec.name])]
             case SqlTool():
-                return Sql(spec, self.base / spec.database, self._queries[spec.name])
+                return [Sql(spec, self.base / spec.database, self._queries[spec.name])]
+            case McpTool():
+                return McpServer(spec, self._served[spec.name], self.base, folder).tools
 
     def _sandbox(self, spec: SandboxedTool) -> Sandbox:
         """Tools with the same one share it."""
@@ -115,7 +131,12 @@ class Toolbox:
         elif resources.tools != tuple(tools):
             raise ConfigError("the resources of a toolbox are those of other tools; make them of the same ones")
         shared, chosen = EpisodeFolder(folder), [spec for spec in tools if only is None or spec.name in only]
-        self._tools = {spec.name: resources.made(spec, shared) for spec in chosen}
+        made = [tool for spec in chosen for tool in resources.made(spec, shared)]
+        self._tools = {tool.name: tool for tool in made}
+        if len(self._tools) < len(made):
+            names = [tool.name for tool in made]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two tools are called {twice!r}; give an MCP server another name")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
