@@ -84,6 +84,7 @@ from rollout_core.plans.memory_and_disk import (
 )
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.suite_plan import Asked, check_answering, check_suite
+from rollout_core.plugins.identity import PluginCode
 from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.source_ids import read_source
@@ -431,6 +432,8 @@ class LearnerPlan(Plan):
         shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
         found = self.check(f"{what}.tools", lambda: code.id(config, self.base))
         self.facts[what] = f"{config.address} ({'' if found is None else found.short}), {shown}"
+        if isinstance(plugin := code.code, PluginCode):
+            self.facts[f"plugin {plugin.name}"] = f"{plugin.manifest.version} in {plugin.folder}"
         remarks = [offer.note] if offer.note else []
         if self.has_chat_template is False:
             self.violations.append(

@@ -66,6 +66,32 @@ class CallFigures:
     """Of files that were edited meanwhile."""
 
 
+def start_request(code: PluginCode, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What `in_process.load`, or `sidecar.Sidecar`, needs to know of a plugin whose files are in ``folder``; the socket
+    of a sidecar is next to it. Raises ConfigError where no socket can have that name."""
+    manifest = code.manifest
+    request: dict[str, Any] = {
+        "name": manifest.name,
+        "folder": str(folder),
+        "config": dict(config),
+        "network": manifest.has_network,
+        "gpu": manifest.runtime.gpu,
+    }
+    if (sidecar := manifest.entry.sidecar) is not None:
+        path = folder.parent / "s"
+        path.unlink(missing_ok=True)
+        if len(str(path).encode()) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"plugin {manifest.name}: its socket would be {path}; expected at most {MAX_SOCKET_PATH} bytes: "
+                "set TMPDIR to a folder of a shorter name"
+            )
+        of_program = {"command": list(sidecar.command), "protocol": sidecar.protocol, "socket_path": str(path)}
+        request |= {"version": manifest.version, "kind": manifest.kind, **of_program}
+    elif (entry := manifest.entry.in_process) is not None:
+        request |= {"package": code.package, "entry": {"module": entry.module, "factory": entry.factory}}
+    return request
+
+
 class PluginProcess:
     """A plugin with a configuration, in a process of its own. Calls take turns.
 
@@ -203,28 +229,10 @@ class PluginProcess:
 
     def _prepare(self, ask: Callable[[Any], Any]) -> None:
         manifest, began = self.code.manifest, time.monotonic()
-        folder = self._unpacked()
-        request: dict[str, Any] = {
-            "name": manifest.name,
-            "folder": str(folder),
-            "config": self._config,
-            "network": manifest.has_network,
-            "gpu": manifest.runtime.gpu,
-            "answer_bytes": manifest.limits.answer_bytes,
-        }
-        if (sidecar := manifest.entry.sidecar) is not None:
-            path = folder.parent / "s"
-            path.unlink(missing_ok=True)
-            if len(str(path).encode()) > MAX_SOCKET_PATH:
-                raise ConfigError(
-                    f"plugin {manifest.name}: its socket would be {path}; expected at most {MAX_SOCKET_PATH} bytes: "
-                    "set TMPDIR to a folder of a shorter name"
-                )
-            of_program = {"command": list(sidecar.command), "protocol": sidecar.protocol, "socket_path": str(path)}
-            request |= {"version": manifest.version, "kind": manifest.kind, **of_program}
-        elif (entry := manifest.entry.in_process) is not None:
-            of_module = {"entry": {"module": entry.module, "factory": entry.factory}, "adapter": self._adapter}
-            request |= {"package": self.code.package, **of_module}
+        request = start_request(self.code, self._config, self._unpacked())
+        request["answer_bytes"] = manifest.limits.answer_bytes
+        if manifest.mode != "sidecar":
+            request["adapter"] = self._adapter
         try:
             ask({"start": request})
         except Ended as error:

@@ -72,20 +72,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "version that is a number": ({"version": 1.0}, "version: Input should be a valid string; got 1.0"),
     "unknown kind": (
         {"kind": "rewards"},
-        "kind: expected one of 'reward-model', 'reward', 'data-source'; got 'rewards'",
+        "kind: expected one of 'reward-model', 'reward', 'data-source', 'env-harness'; got 'rewards'",
     ),
     "kind with capitals": (
         {"kind": "RewardModel"},
-        "kind: expected one of 'reward-model', 'reward', 'data-source'; got 'RewardModel'",
+        "kind: expected one of 'reward-model', 'reward', 'data-source', 'env-harness'; got 'RewardModel'",
     ),
     "kind of later": (
-        {"kind": "env-harness"},
-        "kind: plugins of kind 'env-harness' are not supported yet; expected one of 'reward-model', 'reward', "
-        "'data-source'; got 'env-harness'",
+        {"kind": "storage"},
+        "kind: plugins of kind 'storage' are not supported yet; expected one of 'reward-model', 'reward', "
+        "'data-source', 'env-harness'; got 'storage'",
     ),
     "kind of one's own": (
         {"kind": {"custom": "x"}},
-        "kind: plugins of kind 'custom' are not supported yet; expected one of 'reward-model', 'reward', 'data-source'",
+        "kind: plugins of kind 'custom' are not supported yet; expected one of 'reward-model', 'reward', "
+        "'data-source', 'env-harness'",
     ),
     "no trait": ({"trait_id": GONE}, "trait_id: required, but not given"),
     "other trait": (
