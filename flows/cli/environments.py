@@ -64,7 +64,7 @@ def env_check(
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
         chosen = _rows(rows, NUM_ROWS, code, settings)
-        with _tools(settings, offer) as (resources, folder):
+        with _tools(code, settings, offer) as (resources, folder):
             checked = asyncio.run(check_environment(code, settings, offer, chosen, resources, folder))
         for number, transcript in enumerate(checked.episodes, start=1):
             typer.echo(f"row {number}:")
@@ -94,7 +94,7 @@ def env_play(
         chosen = _rows(rows, row, code, settings)
         if len(chosen) < row:
             raise ConfigError(f"--row {row}: {rows or path} has {len(chosen)} rows")
-        with _tools(settings, offer) as (resources, folder):
+        with _tools(code, settings, offer) as (resources, folder):
             asyncio.run(_play(code, settings, offer, chosen[-1], resources, folder))
 
 
@@ -118,11 +118,11 @@ class _Given(Settings):
 
 
 @contextmanager
-def _tools(settings: EnvironmentConfig, offer: Offer) -> Iterator[tuple[ToolResources, Path]]:
+def _tools(code: EnvironmentCode, settings: EnvironmentConfig, offer: Offer) -> Iterator[tuple[ToolResources, Path]]:
     """What the tools of the settings share, and a folder for their files, until the block ends."""
     check_tools(settings.tools)
     with scratch_folder("episodes") as folder:
-        resources = ToolResources(settings.tools, index_folder=folder)
+        resources = ToolResources(settings.tools, index_folder=folder, plugins=code.tool_plugins)
         try:
             check_names(offer, resources)
             yield resources, folder

@@ -15,8 +15,10 @@ from rich.table import Table
 from flows.cli.common import AsJson, Debug, PluginPaths, one_line_errors, plugins_at
 from flows.cli.results import print_table
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.config.tools import PluginTools
 from rollout_core.data import plugin_rows
 from rollout_core.environments import plugin_cases
+from rollout_core.environments.tools import plugin_tools
 from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS, Case, read_cases
 from rollout_core.plugins.discovery import Listed, list_plugins
 from rollout_core.plugins.host import PluginProcess
@@ -49,6 +51,15 @@ def _starts_by(adapter: str) -> Callable[[PluginCode, dict[str, Any]], None]:
     return start
 
 
+def _starts_tools(code: PluginCode, config: dict[str, Any]) -> None:
+    spec = PluginTools(kind="plugin", name=code.name, config=config)
+    processes = plugin_tools.PluginToolProcesses(spec, code, _say)
+    try:
+        processes.described()
+    finally:
+        processes.close()
+
+
 def _say(line: str) -> None:
     typer.echo(line, err=True)
 
@@ -56,6 +67,7 @@ def _say(line: str) -> None:
 _KINDS = {
     "reward-model": _Kind(_starts_by(plugin_rewards.ADAPTER), plugin_rewards.RewardCase, plugin_rewards.failed_cases),
     "data-source": _Kind(_starts_by(plugin_rows.ADAPTER), plugin_rows.RowsCase, plugin_rows.failed_cases),
+    "tool-harness": _Kind(_starts_tools, plugin_tools.ToolsCase, plugin_tools.failed_cases),
     "env-harness": _Kind(plugin_cases.start, plugin_cases.EpisodeCase, plugin_cases.failed_cases),
 }
 

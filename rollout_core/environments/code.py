@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.base import identity
 from rollout_core.config.environments import EnvironmentConfig, PluginEnvironment, PythonEnvironment
+from rollout_core.config.tools import PluginTools
 from rollout_core.environments.adapters import find_adapter
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.plugin_files import file_plugin
@@ -34,10 +35,20 @@ class EnvironmentCode:
     """What stands for an adapter or a plugin in ids: versions or files, and settings. None: it is a user's own."""
     name: str = ""
     """Of what an adapter or a plugin plays, for people."""
+    tool_plugins: Mapping[str, PluginCode] = field(default_factory=dict)
+    """Those that give the tools of the settings, by name."""
 
     @classmethod
     def of(cls, settings: EnvironmentConfig, base: Path) -> EnvironmentCode:
-        """Of any environment. Raises ConfigError where it is not there, or a package that it needs is not."""
+        """Of any environment. Raises ConfigError where it is not there, or a package or plugin that it needs is not."""
+        tools = [spec for spec in settings.tools if isinstance(spec, PluginTools)]
+        plugins = {spec.name: find_plugin(spec.name, base, spec.path, kind="tool-harness") for spec in tools}
+        for spec in tools:
+            check_config(plugins[spec.name].manifest, spec.config, plugins[spec.name].files)
+        return replace(cls._of(settings, base), tool_plugins=plugins)
+
+    @classmethod
+    def _of(cls, settings: EnvironmentConfig, base: Path) -> EnvironmentCode:
         if isinstance(settings, PythonEnvironment):
             return cls.read(settings.path, base)
         if isinstance(settings, PluginEnvironment):
@@ -64,13 +75,17 @@ class EnvironmentCode:
         return self.name if self.name or isinstance(self.code, PluginCode) else self.code.callable
 
     def id(self, settings: EnvironmentConfig, base: Path) -> ContentId:
-        """Content of the code, of the name in it, and of files that tools read; where they lie does not count. Raises
-        ConfigError where one cannot be read."""
-        files = {"files": [_content_of(base / path) for path in settings.files]} if settings.files else {}
+        """Content of the code, of the name in it, and of files and plugins of tools; where they lie does not count.
+        Raises ConfigError where one cannot be read."""
+        of_tools: dict[str, Any] = {}
+        if settings.files:
+            of_tools["files"] = [_content_of(base / path) for path in settings.files]
+        if self.tool_plugins:
+            of_tools["plugins"] = {name: plugin.id for name, plugin in self.tool_plugins.items()}
         if self.adapted is not None:
-            return content_id("adapted-environment/1", {**self.adapted, **files})
+            return content_id("adapted-environment/1", {**self.adapted, **of_tools})
         assert isinstance(self.code, UserCode), "a plugin has settings that stand for it"
-        return content_id("environment/1", {"name": self.path.rpartition(":")[2], **self.code.identity(), **files})
+        return content_id("environment/1", {"name": self.path.rpartition(":")[2], **self.code.identity(), **of_tools})
 
     def file(self, objects: ObjectStore, settings: EnvironmentConfig, base: Path) -> EnvironmentSource:
         """File the code, and note where it was read."""
@@ -79,15 +94,23 @@ class EnvironmentCode:
             filed = file_code(objects, content, self.code, "environment")
         else:
             filed = file_plugin(objects, content, self.code.name, self.code, "environment")
+        plugins = {
+            name: file_plugin(objects, content, name, plugin, "environment")
+            for name, plugin in self.tool_plugins.items()
+        }
         adapted = None if self.adapted is None else dict(self.adapted)
-        return EnvironmentSource(id=content, path=self.path, code=filed, adapted=adapted)
+        return EnvironmentSource(id=content, path=self.path, code=filed, adapted=adapted, tool_plugins=plugins)
 
     @classmethod
     def filed(cls, objects: ObjectStore, source: EnvironmentSource) -> EnvironmentCode:
         """Inverse of `file`."""
         document = json.loads(objects.get_bytes(source.code))
         code = PluginCode.from_document(document) if "plugin" in document else UserCode.from_document(document)
-        return cls(code, source.adapted, "" if source.adapted is None else source.path)
+        plugins = {
+            name: PluginCode.from_document(json.loads(objects.get_bytes(blob)))
+            for name, blob in source.tool_plugins.items()
+        }
+        return cls(code, source.adapted, "" if source.adapted is None else source.path, plugins)
 
     def check(self, source: EnvironmentSource, settings: EnvironmentConfig, base: Path) -> None:
         """Raise ConfigError where a file that tools read is not what it was when the code was filed."""

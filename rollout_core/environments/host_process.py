@@ -25,7 +25,9 @@ from rollout_core.environments.protocol import (
     clean_text,
     further_tools_of,
     messages_of,
+    method_function,
     reward_of,
+    tool_text,
     tools_of,
     turn_reward_of,
 )
@@ -91,7 +93,7 @@ async def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
     except TypeError:
         listed = ", ".join(parameters)
         raise ConfigError(f"environment {name}: reset({listed}) is called as reset(row, seed)") from None
-    tools = [function_schema(_function(tool)).schema() for tool in tools_of(made).values()]
+    tools = [function_schema(method_function(tool)).schema() for tool in tools_of(made).values()]
     further = getattr(made, "further_tools", None)
     if callable(further):
         try:
@@ -297,11 +299,11 @@ class _Objects(Serving):
                 found = await self._run(episode, further.function, **further.checked(arguments))
             else:
                 tool = episode.tools[name]
-                found = await self._run(episode, tool, **checked_arguments(_function(tool), arguments))
+                found = await self._run(episode, tool, **checked_arguments(method_function(tool), arguments))
         except ToolError as error:
             return {"text": clean_text(str(error)), "is_error": True, "done": False}
         is_done = isinstance(found, Done)
-        return {"text": clean_text(_text(found.text if is_done else found)), "is_error": False, "done": is_done}
+        return {"text": clean_text(tool_text(found.text if is_done else found)), "is_error": False, "done": is_done}
 
     # Others name the arguments of tools, and may do so as we do.
     async def _run(self, episode: _Episode, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -336,26 +338,9 @@ class _Objects(Serving):
                 self._lost += 1
 
 
-def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a method. What is remembered of it must not keep its object."""
-    return getattr(tool, "__func__", tool)
-
-
 def _next(given: Any) -> list[dict[str, Any]] | None:
     """What follows an answer; None where nothing does."""
     return None if given is None or isinstance(given, Done) else messages_of(given, "step")
-
-
-def _text(found: Any) -> str:
-    """What a tool gave, as the model reads it."""
-    if isinstance(found, str):
-        return found
-    import orjson
-
-    try:
-        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:
-        return str(found)
 
 
 def _raised(method: str, error: BaseException) -> str:

@@ -25,7 +25,7 @@ from rollout_core.base.stopping import in_thread
 from rollout_core.config.base import EnvironmentRows
 from rollout_core.config.environments import EnvironmentConfig, PluginEnvironment
 from rollout_core.environments.code import EnvironmentCode
-from rollout_core.environments.protocol import EnvironmentFailed
+from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
 from rollout_core.plugins.host import start_request
 from rollout_core.plugins.identity import PluginCode
 
@@ -38,15 +38,6 @@ HELD_UP_SECONDS = 10.0
 """At least, for a method that holds up its whole process, as one that never awaits does, until this is ended."""
 GIVING_UP_SECONDS = 10.0
 """For a process to say that it gave an episode up."""
-
-
-class HostEnded(Recoverable):
-    """The process of an environment ended while an episode was there; ``is_suspect`` whether a method of this one was
-    under way, so that it may have been the reason."""
-
-    def __init__(self, reason: str, *, is_suspect: bool) -> None:
-        self.is_suspect = is_suspect
-        super().__init__(f"the environment's process {reason}")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from rollout_core.config.environments import PluginEnvironment
 from rollout_core.environments.checking import Transcript, act
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode
-from rollout_core.environments.hosts import HostEnded, Hosts, look_at
-from rollout_core.environments.protocol import EnvironmentFailed
+from rollout_core.environments.hosts import Hosts, look_at
+from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
 from rollout_core.environments.tools.toolbox import ToolResources
 from rollout_core.environments.using import tools_of_episode
 from rollout_core.plugins.cases import TEST_CASES, Case

@@ -17,9 +17,8 @@ from rollout_core.base.errors import ConfigError, Fatal, shown
 from rollout_core.environments.host_process import CLOSING_SECONDS, ONE_TURN, Serving, answer_calls
 from rollout_core.environments.protocol import (
     EnvironmentFailed,
-    Tool,
     clean_text,
-    further_tools_of,
+    described_tools,
     messages_of,
     reward_of,
     turn_reward_of,
@@ -64,7 +63,7 @@ class _Program:
         self._sidecar, self.name = sidecar, name
         sidecar.greet()
         said = self._before_episodes("describe")
-        self.tools = self._tools_of(said.get("tools", []))
+        self.tools = described_tools(said.get("tools", []), f"plugin {name}: at describe")
         self._has = {name: said.get(name, False) for name in ("has_step", "has_turn_reward")}
         if wrong := [name for name, value in self._has.items() if not isinstance(value, bool)]:
             self._refuse("describe", wrong[0], self._has[wrong[0]], "true or false")
@@ -111,26 +110,6 @@ class _Program:
 
     def _refuse(self, method: str, key: str, got: Any, expected: str) -> NoReturn:
         raise ConfigError(f"plugin {self.name}: at {method}, {key}: got {shown(got)}; expected {expected}")
-
-    def _tools_of(self, given: Any) -> dict[str, Tool]:
-        from jsonschema import Draft202012Validator, SchemaError
-
-        if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-            self._refuse("describe", "tools", given, "a list of objects")
-        made = []
-        for tool in given:
-            name, description, parameters = (tool.get(key) for key in ("name", "description", "parameters"))
-            if not (isinstance(name, str) and isinstance(description, str) and isinstance(parameters, dict)):
-                self._refuse("describe", "tools", tool, "name and description, texts, and parameters, a JSON Schema")
-            try:
-                Draft202012Validator.check_schema(parameters)
-            except SchemaError as error:
-                self._refuse("describe", f"parameters of tool {name}", error.message, "a JSON Schema")
-            made.append(Tool(name, description, parameters, self.ask))
-        try:
-            return further_tools_of(made)
-        except EnvironmentFailed as error:
-            raise ConfigError(f"plugin {self.name}: at describe: {error}") from error
 
 
 class _Turns(Serving):

@@ -51,10 +51,11 @@ class EpisodeTools:
 
 
 def check_names(offer: Offer, resources: ToolResources) -> None:
-    """Raise ConfigError where a tool of the settings has the name of a method."""
+    """Raise ConfigError where a tool of the settings has the name of a method, or of another one."""
+    names = resources.tool_names()
     for tool in offer.tools:
         name = tool["function"]["name"]
-        if any(spec.name == name for spec in resources.tools):
+        if name in names:
             raise ConfigError(f"environment.tools has {name!r}, which is a method of the environment, too; rename it")
 
 

@@ -221,6 +221,8 @@ class EnvironmentSource(Record):
     adapted: dict[str, Any] | None = None
     """Of an environment of another project, or a plugin: versions or files, and settings, of which `id` is made. None:
     a user's own code."""
+    tool_plugins: dict[str, BlobId] = {}
+    """Plugins that give tools, by name: the files of each, as `PluginCode.document`."""
 
     def cache_identity(self) -> Any:
         """The code, not the folder that it was read in."""

@@ -423,17 +423,22 @@ class LearnerPlan(Plan):
             self._unloadable.add(config.address)
             return None
         self.check(f"{what}.tools", lambda: check_tools(config.tools, self.base))
-        resources = ToolResources(config.tools, index_folder=self.base, base=self.base)
-        if self.check(f"{what}.tools", lambda: check_names(offer, resources) or True) is None:
-            return offer
-        schemas = Toolbox(config.tools, self.base, resources=resources).schemas
+        plugins = code.tool_plugins
+        resources = ToolResources(config.tools, index_folder=self.base, base=self.base, plugins=plugins)
+        try:
+            if self.check(f"{what}.tools", lambda: check_names(offer, resources) or True) is None:
+                return offer
+            schemas = Toolbox(config.tools, self.base, resources=resources).schemas
+        finally:
+            resources.close()
         tools = [*offer.tools, *schemas]
         names = [tool["function"]["name"] for tool in tools]
         shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
         found = self.check(f"{what}.tools", lambda: code.id(config, self.base))
         self.facts[what] = f"{config.address} ({'' if found is None else found.short}), {shown}"
-        if isinstance(plugin := code.code, PluginCode):
-            self.facts[f"plugin {plugin.name}"] = f"{plugin.manifest.version} in {plugin.folder}"
+        for plugin in (code.code, *plugins.values()):
+            if isinstance(plugin, PluginCode):
+                self.facts[f"plugin {plugin.name}"] = f"{plugin.manifest.version} in {plugin.folder}"
         remarks = [offer.note] if offer.note else []
         if self.has_chat_template is False:
             self.violations.append(

@@ -26,10 +26,10 @@ KINDS: Mapping[str, str] = {
     "reward": "reward-model",
     "data-source": "data-source",
     "env-harness": "env-harness",
+    "tool-harness": "tool-harness",
 }
 """Kinds that a plugin may have, each with the name that it is known by here."""
 KINDS_NOT_YET = (
-    "tool-harness",
     "eval-harness",
     "inference-backend",
     "storage",
@@ -45,6 +45,7 @@ TRAITS: Mapping[str, tuple[str, ...]] = {
     "reward-model": ("rollout_core::Plugin", "rollout_core::RewardModel"),
     "data-source": ("rollout_core::Plugin", "rollout_core::DataSource"),
     "env-harness": ("rollout_core::Plugin", "rollout_core::EnvHarness"),
+    "tool-harness": ("rollout_core::Plugin", "rollout_core::ToolHarness"),
 }
 """By kind, what ``trait_id`` may say."""
 _LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
@@ -52,6 +53,7 @@ _LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "call_seconds": "turn_seconds of the environment holds its calls",
         "batch_size": "a call is about one episode",
     },
+    "tool-harness": {"batch_size": "a call is that of one tool"},
 }
 """By kind, limits that would have no effect, and why."""
 _NATIVE = ("rust-cdylib", "cdylib")
@@ -162,7 +164,8 @@ class Manifest(Settings):
     version: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$")
     """Its own version."""
     kind: Annotated[str, BeforeValidator(_of_a_kind)]
-    """What it is: ``reward-model``, also called ``reward``, ``data-source`` or ``env-harness``."""
+    """What it is: ``reward-model``, also called ``reward``, ``data-source``, ``env-harness`` or
+    ``tool-harness``."""
     trait_id: str
     """What it implements, such as ``rollout_core::RewardModel``."""
     mode: Annotated[Literal["in_process", "sidecar"], BeforeValidator(_a_mode)]

@@ -140,6 +140,53 @@ def create_plugin(config):
 """,
         usage='prompts = {kind = "plugin", name = "NAME", config = {word = "four"}}',
     ),
+    "tool-harness": _First(
+        doc="Tells the letters of the configured word, one call after another.",
+        module="""
+
+class Letters:  # one for each episode; each public method is a tool
+    def __init__(self, word):
+        self.word, self.count = word, 0
+
+    def next_letter(self) -> str:
+        \"\"\"Tell the next letter of the word.\"\"\"
+        self.count += 1
+        return self.word[self.count - 1 : self.count] or "there is none"
+
+
+def create_plugin(config):
+    return lambda: Letters(config["word"])
+""",
+        call="""\
+            result = use(payload, config["word"])
+""",
+        functions="""\
+COUNTS = {}  # of letters, by episode
+TOOL = {
+    "name": "next_letter",
+    "description": "Tell the next letter of the word.",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+def use(asked, word):
+    if asked["method"] == "describe":
+        return {"tools": [TOOL]}
+    if asked["method"] == "tool":
+        COUNTS[asked["episode"]] = count = COUNTS.get(asked["episode"], 0) + 1
+        return {"text": word[count - 1 : count] or "there is none"}
+    COUNTS.pop(asked["episode"], None)  # close
+    return {}
+
+
+""",
+        cases="""\
+{"config": {"word": "an"}, "calls": [{"tool": "next_letter", "text": "a"}, {"tool": "next_letter", "text": "n"}]}
+{"config": {"word": "a"}, "calls": [{"tool": "next_letter", "text": "a"}, {"tool": "next_letter", "text": \
+"there is none"}]}
+""",
+        usage='[[environment.tools]] with kind = "plugin", name = "NAME", config = {word = "four"}',
+    ),
     "env-harness": _First(
         doc="Asks for the configured word, which a tool spells; 1 where it is said, in two answers at most.",
         module="""

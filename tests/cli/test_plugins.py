@@ -50,7 +50,7 @@ def test_a_first_plugin_passes_its_own_test(kind: str, mode: str):
     [
         (
             ("storage", "x"),
-            "kind of plugin: got 'storage'; expected one of 'reward-model', 'reward', 'data-source', 'env-harness'",
+            f"kind of plugin: got 'storage'; expected one of {', '.join(map(repr, KINDS))}",
         ),
         (("reward", "../x"), "name: String should match pattern"),
         (("reward", "x", "--mode", "cdylib"), "--mode: got 'cdylib'; expected one of 'in-process', 'sidecar'"),

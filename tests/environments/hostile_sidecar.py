@@ -1,5 +1,6 @@
 """A sidecar with an environment of three turns, that does what an episode's row says at the turn that it says, the
-first time that it comes to it, and what its configuration says at ``describe``."""
+first time that it comes to it, and what its configuration says at ``describe``. Of another kind, its tool alone, which
+counts its uses."""
 
 import json
 import os
@@ -80,7 +81,14 @@ def called(asked: dict, episodes: dict, config: dict, connection: socket.socket)
                 return {"result": wrong(row["how"], connection)}
             return {"result": {"done": True} if turn == 3 else {"messages": f"turn {turn}"}}
         case "tool":
-            return {"result": {"text": asked["arguments"]["text"]}}
+            text = asked["arguments"]["text"]
+            mark = pathlib.Path(config["marks"]) / "tool"
+            if text.startswith("do ") and not mark.exists():
+                mark.touch()
+                return {"result": wrong(text.removeprefix("do "), connection)}
+            uses = episodes.setdefault(asked["episode"], [None, 0])
+            uses[1] += 1
+            return {"result": {"text": f"{uses[1]} {text}"}}
         case "reward":
             row, turn = episodes[asked["episode"]]
             return {"result": {"reward": float("nan") if row["how"] == "nan" else turn}}

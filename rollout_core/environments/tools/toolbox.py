@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, Recoverable, near
@@ -14,6 +15,7 @@ from rollout_core.config.tools import (
     AnyTool,
     FilesTool,
     HttpTool,
+    PluginTools,
     PythonTool,
     SandboxedTool,
     SearchTool,
@@ -23,12 +25,14 @@ from rollout_core.config.tools import (
 from rollout_core.environments.tools.files import Files
 from rollout_core.environments.tools.folder import EpisodeFolder
 from rollout_core.environments.tools.http import Http, Resolve, resolved
+from rollout_core.environments.tools.plugin_tools import PluginToolProcesses
 from rollout_core.environments.tools.python import Python
 from rollout_core.environments.tools.results import Output, Tool, ToolError, ToolResult, shortened
 from rollout_core.environments.tools.sandboxed import sandbox_of
 from rollout_core.environments.tools.search import Search, SearchIndex, check_corpus
 from rollout_core.environments.tools.shell import Shell
 from rollout_core.environments.tools.sql import Sql, SqlProcesses, check_database
+from rollout_core.plugins.identity import PluginCode
 from rollout_core.sandbox import Program, Sandbox
 
 
@@ -37,10 +41,17 @@ class ToolResources:
     runs episodes, and closed when the last of them is."""
 
     def __init__(
-        self, tools: Sequence[AnyTool], *, index_folder: Path, base: Path = Path(), resolve: Resolve = resolved
+        self,
+        tools: Sequence[AnyTool],
+        *,
+        index_folder: Path,
+        base: Path = Path(),
+        resolve: Resolve = resolved,
+        plugins: Mapping[str, PluginCode] = MappingProxyType({}),
     ) -> None:
         """``index_folder``: where indexes of corpora are kept. ``base``: the working folder of the paths that tools
-        name. ``resolve``: what finds the addresses of a name. Nothing is started before it is used."""
+        name. ``resolve``: what finds the addresses of a name. ``plugins``: those that give tools, by name. Nothing is
+        started before it is used."""
         _check_names(tools)
         self.tools = tuple(tools)
         self.base = base
@@ -50,22 +61,38 @@ class ToolResources:
             spec.name: SearchIndex(spec, base, index_folder) for spec in tools if isinstance(spec, SearchTool)
         }
         self._queries = {spec.name: SqlProcesses(spec) for spec in tools if isinstance(spec, SqlTool)}
+        self.plugins = {
+            spec.name: PluginToolProcesses(spec, plugins[spec.name]) for spec in tools if isinstance(spec, PluginTools)
+        }
+        """By their names."""
 
-    def made(self, spec: AnyTool, folder: EpisodeFolder) -> Tool:
-        """A tool of one episode."""
+    def made(self, spec: AnyTool, folder: EpisodeFolder) -> Sequence[Tool]:
+        """What a table gives one episode: a tool, of a plugin all that it has."""
         match spec:
             case PythonTool():
-                return Python(spec, self._sandbox(spec), folder)
+                return [Python(spec, self._sandbox(spec), folder)]
             case ShellTool():
-                return Shell(spec, self._sandbox(spec), folder)
+                return [Shell(spec, self._sandbox(spec), folder)]
             case FilesTool():
-                return Files(spec, folder)
+                return [Files(spec, folder)]
             case HttpTool():
-                return Http(spec, self.resolve)
+                return [Http(spec, self.resolve)]
             case SearchTool():
-                return Search(spec, self._indexes[spec.name])
+                return [Search(spec, self._indexes[spec.name])]
             case SqlTool():
-                return Sql(spec, self.base / spec.database, self._queries[spec.name])
+                return [Sql(spec, self.base / spec.database, self._queries[spec.name])]
+            case PluginTools():
+                return self.plugins[spec.name].tools()
+
+    def tool_names(self) -> list[str]:
+        """Of all tools, as a model calls them. Plugins are started to be asked for theirs. Raises ConfigError where two
+        have the same name."""
+        names: list[str] = []
+        for spec in self.tools:
+            names += self.plugins[spec.name].described() if isinstance(spec, PluginTools) else [spec.name]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"two tools are called {twice[0]!r}; rename one, or leave it out")
+        return names
 
     def _sandbox(self, spec: SandboxedTool) -> Sandbox:
         """Tools with the same one share it."""
@@ -74,8 +101,9 @@ class ToolResources:
         return self._sandboxes[spec.sandbox]
 
     def prepare(self) -> None:
-        """Do now what the first calls would wait for: make indexes, try the sandboxes' walls. Raises ConfigError where
-        something is missing, and Recoverable."""
+        """Do now what the first calls would wait for: make indexes, try the sandboxes' walls, ask plugins what they
+        have. Raises ConfigError where something is missing, and Recoverable."""
+        self.tool_names()
         for index in self._indexes.values():
             index.path()
         for spec in self.tools:
@@ -86,7 +114,7 @@ class ToolResources:
         """End what is held. Episodes' tools are closed before."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
-        for processes in self._queries.values():
+        for processes in (*self._queries.values(), *self.plugins.values()):
             processes.close()
 
 
@@ -115,7 +143,7 @@ class Toolbox:
         elif resources.tools != tuple(tools):
             raise ConfigError("the resources of a toolbox are those of other tools; make them of the same ones")
         shared, chosen = EpisodeFolder(folder), [spec for spec in tools if only is None or spec.name in only]
-        self._tools = {spec.name: resources.made(spec, shared) for spec in chosen}
+        self._tools = {tool.name: tool for spec in chosen for tool in resources.made(spec, shared)}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
