@@ -64,7 +64,7 @@ def env_check(
     with one_line_errors(debug):
         settings, code, offer = _loaded(path, overrides)
         chosen = _rows(rows, NUM_ROWS, code, settings)
-        with _tools(settings, code) as (resources, folder):
+        with _tools(code, settings) as (resources, folder):
             schemas = all_schemas(offer, resources)
             checked = asyncio.run(check_environment(code, settings, offer, chosen, resources, folder))
         for number, transcript in enumerate(checked.episodes, start=1):
@@ -95,7 +95,7 @@ def env_play(
         chosen = _rows(rows, row, code, settings)
         if len(chosen) < row:
             raise ConfigError(f"--row {row}: {rows or path} has {len(chosen)} rows")
-        with _tools(settings, code) as (resources, folder):
+        with _tools(code, settings) as (resources, folder):
             all_schemas(offer, resources)
             asyncio.run(_play(code, settings, offer, chosen[-1], resources, folder))
 
@@ -120,11 +120,11 @@ class _Given(Settings):
 
 
 @contextmanager
-def _tools(settings: EnvironmentConfig, code: EnvironmentCode) -> Iterator[tuple[ToolResources, Path]]:
+def _tools(code: EnvironmentCode, settings: EnvironmentConfig) -> Iterator[tuple[ToolResources, Path]]:
     """What the tools of the settings share, and a folder for their files, until the block ends."""
     check_tools(settings.tools)
     with scratch_folder("episodes") as folder:
-        resources = ToolResources(settings.tools, index_folder=folder, served=code.served)
+        resources = ToolResources(settings.tools, index_folder=folder, served=code.served, plugins=code.tool_plugins)
         try:
             yield resources, folder
         finally:

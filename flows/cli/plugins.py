@@ -15,7 +15,10 @@ from rich.table import Table
 from flows.cli.common import AsJson, Debug, PluginPaths, one_line_errors, plugins_at
 from flows.cli.results import print_table
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.config.tools import PluginTools
 from rollout_core.data import plugin_rows
+from rollout_core.environments import plugin_cases
+from rollout_core.environments.tools import plugin_tools
 from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS, Case, read_cases
 from rollout_core.plugins.discovery import Listed, list_plugins
 from rollout_core.plugins.host import PluginProcess
@@ -31,14 +34,41 @@ PluginFolder = Annotated[Path, typer.Argument(metavar="PATH", help="The plugin's
 class _Kind:
     """How plugins of a kind are started and tested."""
 
-    adapter: str
+    start: Callable[[PluginCode, dict[str, Any]], None]
+    """Start one with a configuration, and end it."""
     case: type[Case]
     failed_cases: Callable[[PluginCode, Sequence[tuple[int, Any]], Callable[[str], None]], list[str]]
 
 
+def _starts_by(adapter: str) -> Callable[[PluginCode, dict[str, Any]], None]:
+    def start(code: PluginCode, config: dict[str, Any]) -> None:
+        process = PluginProcess(code, config, adapter=adapter, on_line=_say)
+        try:
+            process.start()
+        finally:
+            process.close()
+
+    return start
+
+
+def _starts_tools(code: PluginCode, config: dict[str, Any]) -> None:
+    spec = PluginTools(kind="plugin", name=code.name, config=config)
+    processes = plugin_tools.PluginToolProcesses(spec, code, _say)
+    try:
+        processes.described()
+    finally:
+        processes.close()
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 _KINDS = {
-    "reward-model": _Kind(plugin_rewards.ADAPTER, plugin_rewards.RewardCase, plugin_rewards.failed_cases),
-    "data-source": _Kind(plugin_rows.ADAPTER, plugin_rows.RowsCase, plugin_rows.failed_cases),
+    "reward-model": _Kind(_starts_by(plugin_rewards.ADAPTER), plugin_rewards.RewardCase, plugin_rewards.failed_cases),
+    "data-source": _Kind(_starts_by(plugin_rows.ADAPTER), plugin_rows.RowsCase, plugin_rows.failed_cases),
+    "tool-harness": _Kind(_starts_tools, plugin_tools.ToolsCase, plugin_tools.failed_cases),
+    "env-harness": _Kind(plugin_cases.start, plugin_cases.EpisodeCase, plugin_cases.failed_cases),
 }
 
 
@@ -131,12 +161,7 @@ def plugins_check(
     with one_line_errors(debug):
         code = read_plugin(path)
         began = time.monotonic()
-        adapter = _KINDS[code.manifest.kind].adapter
-        process = PluginProcess(code, _config(code, config), adapter=adapter, on_line=_say)
-        try:
-            process.start()
-        finally:
-            process.close()
+        _KINDS[code.manifest.kind].start(code, _config(code, config))
         about = f"{code.manifest.kind}, {len(code.files)} files, id {code.id}"
         seconds = time.monotonic() - began
         typer.echo(f"plugin {code.manifest.title} is right: {about}, started and ended in {seconds:.1f} s")
@@ -152,10 +177,6 @@ def _config(code: PluginCode, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--config: got {text}; expected an object")
     return value
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def plugins_test(path: PluginFolder, debug: Debug = False) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rollout_core.base.processes import Limits
 from rollout_core.config.base import Address, Settings
+from rollout_core.config.plugin_use import PluginUse
 from rollout_core.config.rewards import FunctionName
 from rollout_core.config.tools import AnyTool
 
@@ -192,4 +193,22 @@ class TextArenaEnvironment(AdaptedEnvironment):
         return f"textarena {self.game}"
 
 
-AnyEnvironment = PythonEnvironment | ReasoningGymEnvironment | OpenEnvEnvironment | TextArenaEnvironment
+class PluginEnvironment(PluginUse, EnvironmentConfig):
+    """An environment that a plugin has, of kind ``env-harness``."""
+
+    @property
+    def address(self) -> str:
+        return f"plugin {super().address}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """None: the plugin's factory has had its configuration."""
+        return {}
+
+    def code_fields(self) -> Collection[str]:
+        return PluginUse.model_fields
+
+
+AnyEnvironment = (
+    PythonEnvironment | ReasoningGymEnvironment | OpenEnvEnvironment | TextArenaEnvironment | PluginEnvironment
+)

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rollout_core.base.processes import holds_a_secret
 from rollout_core.config.base import SECRET_NAME, Address, Settings
+from rollout_core.config.plugin_use import PluginUse
 from rollout_core.config.verifiers import CodeSandbox
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
@@ -246,5 +247,25 @@ class McpTool(ToolSettings):
         return {name: value for name, value in super().cache_identity().items() if name not in elsewhere}
 
 
-AnyTool = PythonTool | ShellTool | FilesTool | HttpTool | SearchTool | SqlTool | McpTool
+class PluginTools(PluginUse, Settings):
+    """The tools of a plugin, of kind ``tool-harness``. A row that names its tools has all of these by the plugin's
+    name."""
+
+    output_characters: int = Field(default=8_000, ge=200, le=10_000_000)
+    """Characters of a result at most, as of every tool."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Of the plugin, which episodes share. Each has a call at a time. Changes speed only."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """None: those of the plugin enter ids by themselves."""
+        return ()
+
+    def cache_identity(self) -> Any:
+        """Where the plugin lies does not count; its files do, by the environment's id."""
+        named = super().cache_identity()
+        return {name: value for name, value in named.items() if name not in ("path", "processes")}
+
+
+AnyTool = PythonTool | ShellTool | FilesTool | HttpTool | SearchTool | SqlTool | McpTool | PluginTools
 """Every kind of tool, by its ``kind``."""

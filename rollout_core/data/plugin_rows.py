@@ -7,6 +7,7 @@ from the row at position ``n`` on, and whether there is none after them. Rows ar
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 ADAPTER = f"{__name__}:adapt"
 Row = dict[str, Any]
+MOST_ROWS = 1_000_000
+"""Of a source whose rows nobody has bounded: it may be an endless one."""
+REMINDER_SECONDS = 10.0
+"""Between lines that say that such a source is still read."""
 
 
 class RowsCase(Case):
@@ -36,9 +41,9 @@ class RowsCase(Case):
 
 def plugin_rows(source: PluginDataset, code: PluginCode, on_line: Callable[[str], None] = log.info) -> Iterator[Row]:
     """Rows of a plugin, which is started for them, and ended with them. Raises ConfigError where it cannot be started,
-    and for a call that fails: no data set begins that lacks rows."""
+    for a call that fails, as no data set begins that lacks rows, and for more than `MOST_ROWS` without ``max_rows``."""
     plugin = PluginProcess(code, source.config, adapter=ADAPTER, on_line=on_line)
-    num_rows, is_at_end = 0, False
+    num_rows, is_at_end, said = 0, False, time.monotonic()
     try:
         while not is_at_end:
             left = code.manifest.limits.batch_size
@@ -51,6 +56,20 @@ def plugin_rows(source: PluginDataset, code: PluginCode, on_line: Callable[[str]
             yield from answer["rows"]
             num_rows += len(answer["rows"])
             is_at_end = answer["end"] or num_rows == source.max_rows
+            if is_at_end or source.max_rows is not None:
+                continue
+            if num_rows >= MOST_ROWS:
+                raise ConfigError(
+                    f"plugin {source.name}: got {num_rows:,} rows and no end; expected max_rows in its table, which an "
+                    "endless source needs, and one of so many rows"
+                )
+            if time.monotonic() - said > REMINDER_SECONDS:
+                said = time.monotonic()
+                log.warning(
+                    "plugin %s: %s rows and no end yet; max_rows in its table ends an endless source",
+                    source.name,
+                    f"{num_rows:,}",
+                )
     finally:
         plugin.close()
 

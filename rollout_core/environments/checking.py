@@ -14,8 +14,8 @@ from typing import Any
 from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode
-from rollout_core.environments.hosts import HostEnded, Hosts, Offer, Place
-from rollout_core.environments.protocol import EnvironmentFailed
+from rollout_core.environments.hosts import Hosts, Offer, Place
+from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
 from rollout_core.environments.tools.toolbox import ToolResources
 from rollout_core.environments.using import EpisodeTools, tools_of_episode
 

@@ -28,8 +28,8 @@ from rollout_core.data.samples import Completion, FinishReason, Sample, decode_c
 from rollout_core.data.turn_ends import turn_ends
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import Turns
-from rollout_core.environments.hosts import HostEnded, Hosts, Offer, Place
-from rollout_core.environments.protocol import EnvironmentFailed
+from rollout_core.environments.hosts import Hosts, Offer, Place
+from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
 from rollout_core.environments.tools.toolbox import ToolResources
 from rollout_core.environments.using import EpisodeTools, tools_of_episode
 from rollout_core.inference.backend import ModelRef, Request
@@ -531,9 +531,12 @@ async def play_episodes(
 
     demand = OnDemand(store, objects, engine, worker_id=worker_id, options=options, on_progress=note)
     hosts = Hosts(code, settings)
-    resources = ToolResources(settings.tools, index_folder=index_folder, base=base, served=code.served)
+    resources = ToolResources(
+        settings.tools, index_folder=index_folder, base=base, served=code.served, plugins=code.tool_plugins
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, resources.close)
+        await asyncio.to_thread(resources.start)
         folder = stack.enter_context(scratch_folder("episodes"))
         await stack.enter_async_context(demand.running())
         stack.push_async_callback(hosts.close)

@@ -25,7 +25,9 @@ from rollout_core.environments.protocol import (
     clean_text,
     further_tools_of,
     messages_of,
+    method_function,
     reward_of,
+    tool_text,
     tools_of,
     turn_reward_of,
 )
@@ -40,6 +42,7 @@ STEP_SECONDS = 0.25
 CLOSING_SECONDS = 5.0
 """For a method that is given up to end, before its thread counts as lost."""
 LINES_OF_TRACEBACK = 6
+ONE_TURN = "it has neither tools nor a step, so that every episode has one turn"
 
 
 def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
@@ -48,17 +51,23 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     object of it can be made."""
     code = UserCode.from_document(given["code"])
     with importable(code, alone=True):
-        make = _maker(code, given["name"], given["config"])
-        if given["rows"] is not None:
-            return asyncio.run(_rows(given["name"], make, **given["rows"]))
-        if given["socket"] is None:
-            return asyncio.run(_look(given["name"], make))
-        asyncio.run(_Host(make, given["threads"], report).serve(given["socket"]))
-        return {}
+        return answer_calls(given, named_object(code), report)
 
 
-def _maker(code: UserCode, name: str, config: Mapping[str, Any]) -> Callable[[], Any]:
-    made = named_object(code)
+def answer_calls(
+    given: Mapping[str, Any], made: Any, report: Callable[[int], None], answer_bytes: int | None = None
+) -> dict[str, Any]:
+    """As `handle`, of what makes an object. ``answer_bytes``: longest answer to a call."""
+    make = _maker(made, given["name"], given["config"])
+    if given["rows"] is not None:
+        return asyncio.run(_rows(given["name"], make, **given["rows"]))
+    if given["socket"] is None:
+        return asyncio.run(_look(given["name"], make))
+    asyncio.run(_Objects(make, given["threads"], report, answer_bytes).serve(given["socket"]))
+    return {}
+
+
+def _maker(made: Any, name: str, config: Mapping[str, Any]) -> Callable[[], Any]:
     if not callable(made):
         raise ConfigError(f"environment {name} is a {type(made).__name__}; expected a class, or a function")
     try:
@@ -84,7 +93,7 @@ async def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
     except TypeError:
         listed = ", ".join(parameters)
         raise ConfigError(f"environment {name}: reset({listed}) is called as reset(row, seed)") from None
-    tools = [function_schema(_function(tool)).schema() for tool in tools_of(made).values()]
+    tools = [function_schema(method_function(tool)).schema() for tool in tools_of(made).values()]
     further = getattr(made, "further_tools", None)
     if callable(further):
         try:
@@ -94,7 +103,7 @@ async def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
     has = {f"has_{method}": callable(getattr(made, method, None)) for method in ("step", "turn_reward")}
     found = {"tools": tools, **has}
     if not tools and not found["has_step"]:
-        found["note"] = "it has neither tools nor a step, so that every episode has one turn"
+        found["note"] = ONE_TURN
     await _closed(made)
     return found
 
@@ -145,13 +154,18 @@ class _Episode:
     """The method that is at work."""
 
 
-class _Host:
-    def __init__(self, make: Callable[[], Any], threads: int, report: Callable[[int], None]) -> None:
-        self._make, self._report = make, report
-        self._episodes: dict[str, _Episode] = {}
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="environment")
+class Serving:
+    """Answers calls that come over a socket, each within its time."""
+
+    def __init__(self, report: Callable[[int], None], answer_bytes: int | None = None) -> None:
+        self._report, self._answer_bytes = report, answer_bytes
         self._lost = 0
         """Methods that were given up and have not ended."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something would be waited for that may never end."""
+        return self._lost > 0
 
     async def serve(self, socket: str) -> None:
         """Answer what comes over ``socket`` until it is closed."""
@@ -165,7 +179,7 @@ class _Host:
                     text = await reader.readexactly(frame_size(await reader.readexactly(FRAME_LENGTH.size)))
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return
-                task = asyncio.create_task(self._answer(decode_frame(text), writer))
+                task = asyncio.create_task(self._handle(decode_frame(text), writer))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         finally:
@@ -173,7 +187,7 @@ class _Host:
             for task in tasks:
                 task.cancel()
             writer.close()
-            if self._lost or self._episodes:
+            if self.is_busy:
                 os._exit(0)  # threads that hang would be waited for
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
@@ -186,7 +200,11 @@ class _Host:
                 await writer.drain()
             await asyncio.sleep(BEAT_SECONDS)
 
-    async def _answer(self, asked: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, asked: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        await self._write(asked, await self._answered(asked), writer)
+
+    async def _answered(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """With ``value``, ``error``, or ``late``."""
         answer: dict[str, Any] = {}
         try:
             working = asyncio.ensure_future(self._call(asked["episode"], asked["method"], asked["arguments"]))
@@ -201,13 +219,19 @@ class _Host:
             answer = {"error": "was given up"}
         except BaseException as error:  # noqa: BLE001 - whatever the environment raised, its episode's attempt fails
             answer = {"error": _raised(asked["method"], error)}
-        answer |= {"id": asked["id"], "lost": self._lost}
+        return answer
+
+    async def _write(self, asked: Mapping[str, Any], answer: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        about = {"id": asked["id"], "lost": self._lost}
+        try:
+            frame = encode_frame(answer | about)
+        except (TypeError, ValueError, RecursionError) as error:
+            what = f"{asked['method']} gave something that JSON does not know: {error}"
+            frame = encode_frame({"error": what, **about})
+        if self._answer_bytes is not None and len(frame) > self._answer_bytes:
+            allowed = f"{self._answer_bytes} are allowed (limits.answer_bytes)"
+            frame = encode_frame({"error": f"{asked['method']} gave {len(frame)} bytes; {allowed}", **about})
         with suppress(ConnectionError):
-            try:
-                frame = encode_frame(answer)
-            except (TypeError, ValueError, RecursionError) as error:
-                what = f"{asked['method']} gave something that JSON does not know: {error}"
-                frame = encode_frame({"id": asked["id"], "lost": self._lost, "error": what})
             writer.write(frame)
             await writer.drain()
 
@@ -219,6 +243,26 @@ class _Host:
             await asyncio.wait([working], timeout=step)
             left -= min(time.monotonic() - began, step)
         return working.done()
+
+    async def _call(self, key: str, method: str, arguments: list[Any]) -> Any:
+        """What a method gives for an episode, whatever the episode is then at for ``give_up``."""
+        raise NotImplementedError
+
+
+class _Objects(Serving):
+    """By the methods of an object for each episode."""
+
+    def __init__(
+        self, make: Callable[[], Any], threads: int, report: Callable[[int], None], answer_bytes: int | None
+    ) -> None:
+        super().__init__(report, answer_bytes)
+        self._make = make
+        self._episodes: dict[str, _Episode] = {}
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="environment")
+
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or bool(self._episodes)
 
     async def _call(self, key: str, method: str, arguments: list[Any]) -> Any:
         if method == "give_up":
@@ -255,11 +299,11 @@ class _Host:
                 found = await self._run(episode, further.function, **further.checked(arguments))
             else:
                 tool = episode.tools[name]
-                found = await self._run(episode, tool, **checked_arguments(_function(tool), arguments))
+                found = await self._run(episode, tool, **checked_arguments(method_function(tool), arguments))
         except ToolError as error:
             return {"text": clean_text(str(error)), "is_error": True, "done": False}
         is_done = isinstance(found, Done)
-        return {"text": clean_text(_text(found.text if is_done else found)), "is_error": False, "done": is_done}
+        return {"text": clean_text(tool_text(found.text if is_done else found)), "is_error": False, "done": is_done}
 
     # Others name the arguments of tools, and may do so as we do.
     async def _run(self, episode: _Episode, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -294,26 +338,9 @@ class _Host:
                 self._lost += 1
 
 
-def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a method. What is remembered of it must not keep its object."""
-    return getattr(tool, "__func__", tool)
-
-
 def _next(given: Any) -> list[dict[str, Any]] | None:
     """What follows an answer; None where nothing does."""
     return None if given is None or isinstance(given, Done) else messages_of(given, "step")
-
-
-def _text(found: Any) -> str:
-    """What a tool gave, as the model reads it."""
-    if isinstance(found, str):
-        return found
-    import orjson
-
-    try:
-        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:
-        return str(found)
 
 
 def _raised(method: str, error: BaseException) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,21 @@ from rollout_core.base.locks import scratch_folder
 from rollout_core.base.socket_paths import short_address
 from rollout_core.base.stopping import in_thread
 from rollout_core.config.base import EnvironmentRows
-from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.config.environments import EnvironmentConfig, PluginEnvironment
 from rollout_core.environments.code import EnvironmentCode
-from rollout_core.environments.protocol import EnvironmentFailed
+from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
+from rollout_core.plugins.host import start_request
+from rollout_core.plugins.identity import PluginCode
 
 log = logging.getLogger(__name__)
 
 HANDLER = "rollout_core.environments.host_process:handle"
+PLUGIN_HANDLER = "rollout_core.environments.plugin_process:handle"
 SOCKET = "calls"
 HELD_UP_SECONDS = 10.0
 """At least, for a method that holds up its whole process, as one that never awaits does, until this is ended."""
 GIVING_UP_SECONDS = 10.0
 """For a process to say that it gave an episode up."""
-
-
-class HostEnded(Recoverable):
-    """The process of an environment ended while an episode was there; ``is_suspect`` whether a method of this one was
-    under way, so that it may have been the reason."""
-
-    def __init__(self, reason: str, *, is_suspect: bool) -> None:
-        self.is_suspect = is_suspect
-        super().__init__(f"the environment's process {reason}")
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ def rows_of(code: EnvironmentCode, settings: EnvironmentConfig, source: Environm
 
 
 def _asked(code: EnvironmentCode, settings: EnvironmentConfig, given: dict[str, Any]) -> dict[str, Any]:
-    with _child(code, settings) as child:
+    with scratch_folder("environment") as folder, _child(code, settings, folder) as child:
         try:
             return child.call(given)
         except Ended as error:
@@ -82,9 +76,29 @@ def _asked(code: EnvironmentCode, settings: EnvironmentConfig, given: dict[str, 
             raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 
 
-def _child(code: EnvironmentCode, settings: EnvironmentConfig) -> Child:
-    name = code.path
-    return Child(HANDLER, settings.limits(), on_line=lambda line: log.info("environment %s: %s", name, line))
+def _child(code: EnvironmentCode, settings: EnvironmentConfig, folder: Path) -> Child:
+    """``folder``: for a plugin's files, while it runs."""
+    limits, name = settings.limits(), code.path
+
+    def on_line(line: str) -> None:
+        log.info("environment %s: %s", name, line)
+
+    if not isinstance(code.code, PluginCode):
+        return Child(HANDLER, limits, on_line=on_line)
+    assert isinstance(settings, PluginEnvironment), "its code is a plugin's"
+    plugin, config = code.code, settings.config
+    own, memory_mib = plugin.manifest.limits, plugin.manifest.runtime.memory_mib
+    allowed = [limits.memory_bytes, None if memory_mib is None else memory_mib * 2**20]
+    memory = min((each for each in allowed if each is not None), default=None)
+
+    def prepare(ask: Callable[[Any], Any]) -> None:
+        began = time.monotonic()
+        ask({"start": start_request(plugin, config, plugin.write(folder)), "answer_bytes": own.answer_bytes})
+        mode, seconds = plugin.manifest.mode.replace("_", " "), time.monotonic() - began
+        on_line(f"plugin_loaded {plugin.manifest.title} ({plugin.id.short}), {mode}, in {seconds:.2f} s")
+
+    limits = replace(limits, memory_bytes=memory, processes=own.processes)
+    return Child(PLUGIN_HANDLER, limits, on_line=on_line, prepare=prepare, prepare_seconds=own.start_seconds)
 
 
 def _given(
@@ -95,7 +109,7 @@ def _given(
     rows: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {
-        "code": code.code.document(),
+        "code": None if isinstance(code.code, PluginCode) else code.code.document(),
         "name": code.path,
         "config": settings.arguments,
         "rows": rows,
@@ -110,8 +124,9 @@ class _Host:
 
     def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
         self._code, self._settings = code, settings
-        self._child = _child(code, settings)
-        self._scratch = scratch_folder("environment")
+        self._scratch = ExitStack()
+        self._folder = self._scratch.enter_context(scratch_folder("environment"))
+        self._child = _child(code, settings, self._folder)
         self._numbers = count()
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -136,10 +151,9 @@ class _Host:
         """Start it. Raises ConfigError where the environment cannot be loaded, Recoverable where the machine is to
         blame."""
         self._connected = asyncio.get_running_loop().create_future()
-        folder = self._scratch.__enter__()
-        with short_address(folder / SOCKET) as address:
+        with short_address(self._folder / SOCKET) as address:
             self._server = await asyncio.start_unix_server(self._serve, address)
-        given = _given(self._code, self._settings, folder / SOCKET)
+        given = _given(self._code, self._settings, self._folder / SOCKET)
         self._call = in_thread(lambda: self._child.call(given))
         self._watching = asyncio.create_task(self._watch())
         await self._connected
@@ -223,7 +237,7 @@ class _Host:
         if self._watching is not None:
             await asyncio.wait([self._watching])
             await asyncio.to_thread(self._child.close)
-        self._scratch.__exit__(None, None, None)
+        self._scratch.close()
 
 
 @dataclass
@@ -253,6 +267,8 @@ class Place:
             raise EnvironmentFailed(f"{method} took longer than {which}")
         if "error" in answer:
             raise EnvironmentFailed(answer["error"])
+        if "ended" in answer:
+            raise HostEnded(answer["ended"], is_suspect=False)
         return answer["value"]
 
     def spend(self, seconds: float) -> None:

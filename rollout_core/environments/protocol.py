@@ -48,7 +48,7 @@ from typing import Any
 
 import orjson
 
-from rollout_core.base.errors import Fatal
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable, shown
 from rollout_core.environments.tools.results import ToolError
 
 RESERVED = ("reset", "step", "turn_reward", "reward", "close", "further_tools", "make_rows")
@@ -84,17 +84,21 @@ class Tool:
 
     def checked(self, arguments: Any) -> dict[str, Any]:
         """The arguments, as the function is called with them. Raises ToolError with the faults of them."""
-        return checked_by_schema(self.parameters, arguments)
+        return checked_by_schema(self.name, self.parameters, arguments)
 
 
-def checked_by_schema(schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """Arguments that fit a JSON Schema of an object. Raises ToolError with the faults of them. References lead within
-    the schema: nothing is fetched."""
+def checked_by_schema(tool: str, schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """Arguments of a tool that fit a JSON Schema of an object. Raises ToolError with the faults of them, and
+    EnvironmentFailed where the schema leads to another document: nothing is fetched."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     validator = Draft202012Validator(dict(schema), registry=Registry())
-    faults = [error.message for error in validator.iter_errors(arguments)]
+    try:
+        faults = [error.message for error in validator.iter_errors(arguments)]
+    except Unresolvable as error:
+        raise EnvironmentFailed(f"the schema of tool {tool} leads nowhere: {error}") from None
     if faults or not isinstance(arguments, Mapping):
         shown = "; ".join(faults[:MOST_FAULTS]) or "expected a JSON object"
         keys = ", ".join(schema.get("properties", ()))
@@ -115,8 +119,47 @@ def further_tools_of(given: Any) -> dict[str, Tool]:
     return found
 
 
+def described_tools(given: Any, begin: str) -> dict[str, Tool]:
+    """The tools that a program describes, by name; what they are called for is up to the caller. Raises ConfigError,
+    which begins with ``begin``, for what is none."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    def refuse(key: str, got: Any, expected: str) -> ConfigError:
+        return ConfigError(f"{begin}, {key}: got {shown(got)}; expected {expected}")
+
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise refuse("tools", given, "a list of objects")
+    made = []
+    for tool in given:
+        name, description, parameters = (tool.get(key) for key in ("name", "description", "parameters"))
+        if not (isinstance(name, str) and isinstance(description, str) and isinstance(parameters, dict)):
+            raise refuse("tools", tool, "name and description, texts, and parameters, a JSON Schema")
+        try:
+            Draft202012Validator.check_schema(parameters)
+        except SchemaError as error:
+            raise refuse(f"parameters of tool {name}", error.message, "a JSON Schema") from None
+        made.append(Tool(name, description, parameters, _called_elsewhere))
+    try:
+        return further_tools_of(made)
+    except EnvironmentFailed as error:
+        raise ConfigError(f"{begin}: {error}") from error
+
+
+def _called_elsewhere(**arguments: Any) -> Any:
+    raise NotImplementedError("the process that described the tool is asked")
+
+
 class EnvironmentFailed(Fatal):
     """A method of an environment raised, gave something else than it may, or took too long."""
+
+
+class HostEnded(Recoverable):
+    """A process that had something of an episode ended; ``is_suspect`` whether a method of this one was under way, so
+    that it may have been the reason."""
+
+    def __init__(self, reason: str, *, is_suspect: bool, process: str = "the environment's process") -> None:
+        self.is_suspect = is_suspect
+        super().__init__(f"{process} {reason}")
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -152,6 +195,21 @@ def _message(message: Any, what: str) -> dict[str, Any]:
     except TypeError as error:
         raise EnvironmentFailed(f"{what} gave a message that JSON cannot hold: {error}") from None
     return found
+
+
+def method_function(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a method. What is remembered of it must not keep its object."""
+    return getattr(tool, "__func__", tool)
+
+
+def tool_text(found: Any) -> str:
+    """What a tool gave, as the model reads it."""
+    if isinstance(found, str):
+        return found
+    try:
+        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:
+        return str(found)
 
 
 def clean_text(text: str) -> str:

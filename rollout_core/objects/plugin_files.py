@@ -18,12 +18,13 @@ def file_plugin(
     content: ContentId,
     address: str,
     plugin: PluginCode,
-    kind: Literal["data", "reward"],
+    kind: Literal["data", "reward", "environment"],
     *,
     hot_reloaded: bool = False,
-) -> None:
-    """File a plugin's files as a document, and note where they were read for ``content``. A run with ``--hot-reload``
-    does so for each state of them that it used."""
+) -> ContentId:
+    """File a plugin's files as a document, and note where they were read for ``content``; the document's id. A run with
+    ``--hot-reload`` does so for each state of them that it used."""
+    filed = objects.put_json(plugin.document())
     state = f" ({_HOT_RELOADED}, {plugin.id.short})" if hot_reloaded else ""
     found = Source(
         kind=kind,
@@ -32,9 +33,10 @@ def file_plugin(
         size_bytes=sum(map(len, plugin.files.values())),
         num_files=len(plugin.files),
         files=tuple(sorted(plugin.files)[:SHOWN_FILES]),
-        code={address: objects.put_json(plugin.document())},
+        code={address: filed},
     )
     record_import(objects, content, found)
+    return filed
 
 
 def is_hot_reloaded(objects: ObjectStore, content: ContentId) -> bool:

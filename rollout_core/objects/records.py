@@ -217,11 +217,14 @@ class EnvironmentSource(Record):
     """What episodes depend on: the name and the code, wherever the files lay."""
     path: str
     code: BlobId
-    """The files, as `UserCode.document`."""
+    """The files, as `UserCode.document` or `PluginCode.document`."""
     adapted: dict[str, Any] | None = None
-    """Of an environment of another project: versions and settings, of which `id` is made. None: a user's own code."""
+    """Of an environment of another project, or a plugin: versions or files, and settings, of which `id` is made. None:
+    a user's own code."""
     served: dict[str, dict[str, Any]] | None = None
     """What the MCP servers of its tools had, which is part of `id`. None: there are none."""
+    tool_plugins: dict[str, BlobId] = {}
+    """Plugins that give tools, by name: the files of each, as `PluginCode.document`."""
 
     def cache_identity(self) -> Any:
         """The code, not the folder that it was read in."""

@@ -85,6 +85,7 @@ from rollout_core.plans.memory_and_disk import (
 )
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.suite_plan import Asked, check_answering, check_suite
+from rollout_core.plugins.identity import PluginCode
 from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.source_ids import read_source
@@ -425,14 +426,22 @@ class LearnerPlan(Plan):
             self._unloadable.add(config.address)
             return None
         self.check(f"{what}.tools", lambda: check_tools(config.tools, self.base))
-        resources = ToolResources(config.tools, index_folder=self.base, base=self.base, served=code.served)
-        tools = self.check(f"{what}.tools", lambda: all_schemas(offer, resources))
+        resources = ToolResources(
+            config.tools, index_folder=self.base, base=self.base, served=code.served, plugins=code.tool_plugins
+        )
+        try:
+            tools = self.check(f"{what}.tools", lambda: all_schemas(offer, resources))
+        finally:
+            resources.close()
         if tools is None:
             return offer
         names = [tool["function"]["name"] for tool in tools]
         shown = f"{len(names)} tools ({', '.join(names)})" if names else "no tools"
         found = self.check(f"{what}.tools", lambda: code.id(config, self.base))
         self.facts[what] = f"{config.address} ({'' if found is None else found.short}), {shown}"
+        for plugin in (code.code, *code.tool_plugins.values()):
+            if isinstance(plugin, PluginCode):
+                self.facts[f"plugin {plugin.name}"] = f"{plugin.manifest.version} in {plugin.folder}"
         remarks = [offer.note] if offer.note else []
         if self.has_chat_template is False:
             self.violations.append(

@@ -66,13 +66,40 @@ class CallFigures:
     """Of files that were edited meanwhile."""
 
 
+def start_request(code: PluginCode, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What `in_process.load`, or `sidecar.Sidecar`, needs to know of a plugin whose files are in ``folder``; the socket
+    of a sidecar is next to it. Raises ConfigError where no socket can have that name."""
+    manifest = code.manifest
+    request: dict[str, Any] = {
+        "name": manifest.name,
+        "folder": str(folder),
+        "config": dict(config),
+        "network": manifest.has_network,
+        "gpu": manifest.runtime.gpu,
+    }
+    if (sidecar := manifest.entry.sidecar) is not None:
+        path = folder.parent / "s"
+        path.unlink(missing_ok=True)
+        if len(str(path).encode()) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"plugin {manifest.name}: its socket would be {path}; expected at most {MAX_SOCKET_PATH} bytes: "
+                "set TMPDIR to a folder of a shorter name"
+            )
+        of_program = {"command": list(sidecar.command), "protocol": sidecar.protocol, "socket_path": str(path)}
+        request |= {"version": manifest.version, "kind": manifest.kind, **of_program}
+    elif (entry := manifest.entry.in_process) is not None:
+        request |= {"package": code.package, "entry": {"module": entry.module, "factory": entry.factory}}
+    return request
+
+
 class PluginProcess:
     """A plugin with a configuration, in a process of its own. Calls take turns.
 
     ``adapter``: of a Python plugin, ``module:function`` that makes of its name, and what its factory made, the function
     that answers payloads. ``on_line`` gets what the plugin writes to its output, and what is to be said of it. One that
     ``reloads`` looks before each call whether the plugin's folder still has the files that run, and takes those that it
-    has. Where it cannot be started from them it says why, and continues with the files before.
+    has. Where it cannot be started from them it says why, and continues with the files before. ``most_failures``: calls
+    one after another that end its process, the last of which fails for good; None: any number may.
     """
 
     def __init__(
@@ -83,6 +110,7 @@ class PluginProcess:
         adapter: str,
         on_line: Callable[[str], None],
         reloads: bool = False,
+        most_failures: int | None = MOST_FAILURES,
     ) -> None:
         """Raises ConfigError for a configuration that the plugin's schema refuses. Starts nothing."""
         self.code = code
@@ -95,6 +123,9 @@ class PluginProcess:
         self._on_line = on_line
         self._lock = threading.Lock()
         self._failures = 0
+        self._most_failures = most_failures
+        self.num_starts = 0
+        """How often it was started: what it keeps in memory is that of the last start."""
         self._figures = CallFigures()
         self._reloads = reloads
         self._file_times: object = None
@@ -124,6 +155,11 @@ class PluginProcess:
         with self._lock:
             self._child.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._child.is_running
+
     def take_figures(self) -> CallFigures:
         """Of the calls and starts since they were last taken."""
         with self._lock:
@@ -134,7 +170,7 @@ class PluginProcess:
         """What it answers, a JSON value. ``problem_with`` says, in a form that follows "it", why a value is no answer.
 
         Raises CallFailed where it answers with an error, not as it should, or not at all, Recoverable where the machine
-        is to blame, and Fatal for the last of `MOST_FAILURES` that ended its process.
+        is to blame, and Fatal for the last of ``most_failures`` that ended its process.
         """
         with self._lock:
             if self._reloads:
@@ -189,7 +225,7 @@ class PluginProcess:
         self._failures += 1
         begin = f"plugin {self.code.name}: "
         text = str(error) if str(error).startswith(begin) else f"{begin}it {error}"
-        if self._failures < MOST_FAILURES:
+        if self._most_failures is None or self._failures < self._most_failures:
             return CallFailed(text)
         count, self._failures = self._failures, 0
         return Fatal(f"{text}. That was call {count} that failed so, one after another; the plugin is not asked again")
@@ -203,34 +239,17 @@ class PluginProcess:
 
     def _prepare(self, ask: Callable[[Any], Any]) -> None:
         manifest, began = self.code.manifest, time.monotonic()
-        folder = self._unpacked()
-        request: dict[str, Any] = {
-            "name": manifest.name,
-            "folder": str(folder),
-            "config": self._config,
-            "network": manifest.has_network,
-            "gpu": manifest.runtime.gpu,
-            "answer_bytes": manifest.limits.answer_bytes,
-        }
-        if (sidecar := manifest.entry.sidecar) is not None:
-            path = folder.parent / "s"
-            path.unlink(missing_ok=True)
-            if len(str(path).encode()) > MAX_SOCKET_PATH:
-                raise ConfigError(
-                    f"plugin {manifest.name}: its socket would be {path}; expected at most {MAX_SOCKET_PATH} bytes: "
-                    "set TMPDIR to a folder of a shorter name"
-                )
-            of_program = {"command": list(sidecar.command), "protocol": sidecar.protocol, "socket_path": str(path)}
-            request |= {"version": manifest.version, "kind": manifest.kind, **of_program}
-        elif (entry := manifest.entry.in_process) is not None:
-            of_module = {"entry": {"module": entry.module, "factory": entry.factory}, "adapter": self._adapter}
-            request |= {"package": self.code.package, **of_module}
+        request = start_request(self.code, self._config, self._unpacked())
+        request["answer_bytes"] = manifest.limits.answer_bytes
+        if manifest.mode != "sidecar":
+            request["adapter"] = self._adapter
         try:
             ask({"start": request})
         except Ended as error:
             raise ConfigError(f"plugin {manifest.name} cannot be started: it {error}") from error
         except Interrupted as error:
             raise Recoverable(f"plugin {manifest.name} was not started: its process {error.reason}") from error
+        self.num_starts += 1
         seconds = time.monotonic() - began
         self._figures.loaded_seconds.append(seconds)
         mode = manifest.mode.replace("_", " ")

@@ -49,19 +49,34 @@ def _start(
     answer_bytes: int,
 ) -> None:
     global _answer, _answer_bytes
+    made = load(name=name, folder=folder, package=package, entry=entry, config=config, network=network, gpu=gpu)
+    _answer_bytes = answer_bytes
+    module, _, attribute = adapter.partition(":")
+    _answer = getattr(importlib.import_module(module), attribute)(name, made)
+
+
+def load(
+    *,
+    name: str,
+    folder: str,
+    package: str | None,
+    entry: dict[str, str],
+    config: dict[str, Any],
+    network: bool,
+    gpu: bool,
+) -> Any:
+    """What the plugin's factory makes of its configuration, in this process, which is the plugin's from here on and has
+    one thread. Raises ConfigError."""
     confine(name, network=network, gpu=gpu)
     os.chdir(folder)
     # What it imports is of its own folder, which its id has, or installed; a file next to the run would be neither.
     installed = [place for place in sys.path if is_installed(Path(place).resolve())]
     sys.path[:] = [str(Path(folder).parent) if package else folder, *installed]
     sys.dont_write_bytecode = True
-    _answer_bytes = answer_bytes
     try:
         factory: Any = importlib.import_module(entry["module"])
         for part in entry["factory"].split("."):
             factory = getattr(factory, part)
-        made = factory(config)
+        return factory(config)
     except (Exception, SystemExit, GeneratorExit) as error:
         raise ConfigError(f"plugin {name}: {entry['module']}:{entry['factory']} fails: {in_words(error)}") from error
-    module, _, attribute = adapter.partition(":")
-    _answer = getattr(importlib.import_module(module), attribute)(name, made)

@@ -21,11 +21,15 @@ MANIFEST = "rollout-plugin.toml"
 OLDEST_PYTHON = (3, 11)
 EVERY_HOST = "*"
 
-KINDS: Mapping[str, str] = {"reward-model": "reward-model", "reward": "reward-model", "data-source": "data-source"}
+KINDS: Mapping[str, str] = {
+    "reward-model": "reward-model",
+    "reward": "reward-model",
+    "data-source": "data-source",
+    "env-harness": "env-harness",
+    "tool-harness": "tool-harness",
+}
 """Kinds that a plugin may have, each with the name that it is known by here."""
 KINDS_NOT_YET = (
-    "env-harness",
-    "tool-harness",
     "eval-harness",
     "inference-backend",
     "storage",
@@ -40,8 +44,18 @@ KINDS_NOT_YET = (
 TRAITS: Mapping[str, tuple[str, ...]] = {
     "reward-model": ("rollout_core::Plugin", "rollout_core::RewardModel"),
     "data-source": ("rollout_core::Plugin", "rollout_core::DataSource"),
+    "env-harness": ("rollout_core::Plugin", "rollout_core::EnvHarness"),
+    "tool-harness": ("rollout_core::Plugin", "rollout_core::ToolHarness"),
 }
 """By kind, what ``trait_id`` may say."""
+_LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "env-harness": {
+        "call_seconds": "turn_seconds of the environment holds its calls",
+        "batch_size": "a call is about one episode",
+    },
+    "tool-harness": {"batch_size": "a call is that of one tool"},
+}
+"""By kind, limits that would have no effect, and why."""
 _NATIVE = ("rust-cdylib", "cdylib")
 _IN_PROCESS = {"in-process": "in_process", "pyo3": "in_process", "in_process": "in_process"}
 _NATIVE_REASON = (
@@ -150,7 +164,8 @@ class Manifest(Settings):
     version: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$")
     """Its own version."""
     kind: Annotated[str, BeforeValidator(_of_a_kind)]
-    """What it is: ``reward-model``, also called ``reward``, or ``data-source``."""
+    """What it is: ``reward-model``, also called ``reward``, ``data-source``, ``env-harness`` or
+    ``tool-harness``."""
     trait_id: str
     """What it implements, such as ``rollout_core::RewardModel``."""
     mode: Annotated[Literal["in_process", "sidecar"], BeforeValidator(_a_mode)]
@@ -186,6 +201,12 @@ class Manifest(Settings):
             raise ValueError(f"entry.{self.mode}: got no such table; expected one for mode {mode!r}")
         if other := [name for name, entry in entries.items() if entry is not None and name != self.mode]:
             raise ValueError(f"entry.{other[0]}: got a table; expected none, as mode is {mode!r}")
+        for name, instead in _LIMITS_ELSEWHERE.get(self.kind, {}).items():
+            if name in self.limits.model_fields_set:
+                raise ValueError(
+                    f"limits.{name}: got {getattr(self.limits, name)!r}; expected none for kind {self.kind!r}: "
+                    f"{instead}"
+                )
         self._check_python()
         return self
 

@@ -51,7 +51,7 @@ def write_frame(connection, value):
     connection.sendall(struct.pack(">I", len(text)) + text)
 
 
-def main():
+{functions}def main():
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(sys.argv[-1])
         listening.listen(1)
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     main()
 '''
 _IN_PROCESS = '\n[runtime]\npython_min = "3.11"\n\n[entry.in-process]\nmodule = "plugin"\nfactory = "create_plugin"\n'
-_SIDECAR = '\n[limits]\ncall_seconds = 10\n\n[entry.sidecar]\ncommand = ["{python}", "main.py"]\n'
+_SIDECAR = '\n[limits]\n{limit} = 10\n\n[entry.sidecar]\ncommand = ["{python}", "main.py"]\n'
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class _First:
     cases: str
     usage: str
     """In a configuration, with ``NAME`` for the plugin's."""
+    limit: str = "call_seconds"
+    """Of the manifest of a sidecar."""
+    functions: str = ""
+    """Of a sidecar, besides."""
 
 
 _FIRST: Mapping[str, _First] = {
@@ -136,6 +140,119 @@ def create_plugin(config):
 """,
         usage='prompts = {kind = "plugin", name = "NAME", config = {word = "four"}}',
     ),
+    "tool-harness": _First(
+        doc="Tells the letters of the configured word, one call after another.",
+        module="""
+
+class Letters:  # one for each episode; each public method is a tool
+    def __init__(self, word):
+        self.word, self.count = word, 0
+
+    def next_letter(self) -> str:
+        \"\"\"Tell the next letter of the word.\"\"\"
+        self.count += 1
+        return self.word[self.count - 1 : self.count] or "there is none"
+
+
+def create_plugin(config):
+    return lambda: Letters(config["word"])
+""",
+        call="""\
+            result = use(payload, config["word"])
+""",
+        functions="""\
+COUNTS = {}  # of letters, by episode
+TOOL = {
+    "name": "next_letter",
+    "description": "Tell the next letter of the word.",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+def use(asked, word):
+    if asked["method"] == "describe":
+        return {"tools": [TOOL]}
+    if asked["method"] == "tool":
+        COUNTS[asked["episode"]] = count = COUNTS.get(asked["episode"], 0) + 1
+        return {"text": word[count - 1 : count] or "there is none"}
+    COUNTS.pop(asked["episode"], None)  # close
+    return {}
+
+
+""",
+        cases="""\
+{"config": {"word": "an"}, "calls": [{"tool": "next_letter", "text": "a"}, {"tool": "next_letter", "text": "n"}]}
+{"config": {"word": "a"}, "calls": [{"tool": "next_letter", "text": "a"}, {"tool": "next_letter", "text": \
+"there is none"}]}
+""",
+        usage='[[environment.tools]] with kind = "plugin", name = "NAME", config = {word = "four"}',
+    ),
+    "env-harness": _First(
+        doc="Asks for the configured word, which a tool spells; 1 where it is said, in two answers at most.",
+        module="""
+from rollout_core.environments import Done
+
+
+class Word:  # one for each episode; docs/environments.md has the methods that it may have
+    def __init__(self, word):
+        self.word, self.left, self.is_right = word, 2, False
+
+    def reset(self, row, seed):
+        return row.get("question", "Which word is meant?")
+
+    def letter(self, number: int) -> str:
+        \"\"\"Tell a letter of the word, by its number from 1 on.\"\"\"
+        return self.word[number - 1 : number] or "there is none"
+
+    def step(self, message):
+        self.is_right, self.left = self.word in message["content"], self.left - 1
+        return Done() if self.is_right or not self.left else "No. Once more?"
+
+    def reward(self):
+        return float(self.is_right)
+
+
+def create_plugin(config):
+    return lambda: Word(config["word"])
+""",
+        call="""\
+            result = play(payload, config["word"])
+""",
+        limit="start_seconds",
+        functions="""\
+EPISODES = {}  # of each that is under way: answers that are left, and whether the last one was right
+NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+TOOL = {"name": "letter", "description": "Tell a letter of the word, by its number from 1 on.", "parameters": NUMBER}
+
+
+def play(asked, word):
+    method, episode = asked["method"], asked.get("episode")
+    if method == "describe":
+        return {"tools": [TOOL], "has_step": True}
+    if method == "reset":
+        EPISODES[episode] = 2, False
+        return {"messages": asked["row"].get("question", "Which word is meant?")}
+    if method == "tool":
+        number = asked["arguments"]["number"]
+        return {"text": word[number - 1 : number] or "there is none"}
+    if method == "step":
+        left, is_right = EPISODES[episode][0] - 1, word in asked["message"]["content"]
+        EPISODES[episode] = left, is_right
+        return {"done": True} if is_right or not left else {"messages": "No. Once more?"}
+    if method == "reward":
+        return {"reward": float(EPISODES[episode][1])}
+    EPISODES.pop(episode, None)  # close
+    return {}
+
+
+""",
+        cases="""\
+{"config": {"word": "four"}, "row": {}, "answers": [{"tool": "letter", "arguments": {"number": 1}}, "four"], \
+"reward": 1.0}
+{"config": {"word": "four"}, "row": {"question": "2 + 2 ="}, "answers": ["five", "six"], "reward": 0.0}
+""",
+        usage='[environment] with kind = "plugin", name = "NAME", config = {word = "four"}',
+    ),
 }
 
 
@@ -148,7 +265,8 @@ def _files(first: _First, mode: str) -> dict[str, str]:
     if mode == "in-process":
         return {MANIFEST: _IN_PROCESS, "plugin.py": f'"""{first.doc}"""\n{first.module}'}
     program = _PROGRAM.replace("{doc}", first.doc).replace("{call}", first.call)
-    return {MANIFEST: _SIDECAR, "main.py": program}
+    program = program.replace("{functions}", first.functions)
+    return {MANIFEST: _SIDECAR.replace("{limit}", first.limit), "main.py": program}
 
 
 def write_plugin(kind: str, name: str, folder: Path, mode: str = "in-process") -> PluginCode:

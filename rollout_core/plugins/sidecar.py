@@ -32,7 +32,7 @@ _CONNECT_PAUSE_SECONDS = 0.01
 _END_SECONDS = 1.0
 """For a program whose socket has ended to end itself."""
 
-_sidecar: _Sidecar | None = None
+_sidecar: Sidecar | None = None
 
 
 def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
@@ -43,7 +43,7 @@ def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
     """
     global _sidecar
     if "start" in request:
-        _sidecar = _Sidecar(**request["start"])
+        _sidecar = Sidecar(**request["start"])
         _sidecar.greet()
         return {}
     assert _sidecar is not None, "the caller starts it first"
@@ -66,7 +66,9 @@ class _Unread(Fatal):
         super().__init__(f"ended with {reason} before it answered")
 
 
-class _Sidecar:
+class Sidecar:
+    """A program that is started now, and asked one thing after another."""
+
     def __init__(
         self,
         *,

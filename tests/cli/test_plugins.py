@@ -49,8 +49,8 @@ def test_a_first_plugin_passes_its_own_test(kind: str, mode: str):
     ("words", "said"),
     [
         (
-            ("env-harness", "x"),
-            "kind of plugin: got 'env-harness'; expected one of 'reward-model', 'reward', 'data-source'",
+            ("storage", "x"),
+            f"kind of plugin: got 'storage'; expected one of {', '.join(map(repr, KINDS))}",
         ),
         (("reward", "../x"), "name: String should match pattern"),
         (("reward", "x", "--mode", "cdylib"), "--mode: got 'cdylib'; expected one of 'in-process', 'sidecar'"),

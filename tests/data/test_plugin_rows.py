@@ -12,6 +12,7 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import TrainGRPOConfig, parse_config
 from rollout_core.config.base import FilesDataset, PluginDataset
+from rollout_core.data import plugin_rows
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, record_origin
 from rollout_core.data.datasets import PromptRow, to_line
 from rollout_core.objects import ObjectStore
@@ -130,3 +131,17 @@ def test_what_a_configuration_says_of_it_and_does_not(tmp_path: Path):
     assert algorithm().algorithm.prompts == source()
     with pytest.raises(ConfigError, match=r"algorithm\.prompts\.max_row: unknown key; did you mean 'max_rows'\?"):
         algorithm(max_row=2)
+
+
+def test_an_endless_source_that_nobody_bounds_is_refused_and_says_that_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(plugin_rows, "MOST_ROWS", 50)
+    monkeypatch.setattr(plugin_rows, "REMINDER_SECONDS", 0.0)
+    folder = tmp_path / "plugins/words"
+    write_plugin("data-source", "words", folder)
+    edit(folder / "plugin.py", "for count in (1, 2)", "for count in __import__('itertools').count()")
+    with pytest.raises(ConfigError, match=r"plugin words: got 50 rows and no end; expected max_rows in its table"):
+        list(read_dataset(source(), PromptRow, base=tmp_path))
+    assert "plugin words: 1 rows and no end yet; max_rows in its table ends an endless source" in caplog.text
+    assert len(list(read_dataset(source(max_rows=60), PromptRow, base=tmp_path))) == 60

@@ -47,6 +47,18 @@ AGENTS = {
         'entry = { in-process = { module = "length", factory = "create_plugin" } }\n'
     ),
     "plugins/length/length.py": "def create_plugin(config):\n    return lambda sample: float(len(sample.completion))\n",
+    "plugins/letters/rollout-plugin.toml": (
+        'name = "letters"\nversion = "1"\nkind = "env-harness"\ntrait_id = "rollout_core::EnvHarness"\n'
+        'mode = "in-process"\nnetwork_allowlist = []\nruntime = { python_min = "3.11" }\n'
+        'entry = { in-process = { module = "letters", factory = "create_plugin" } }\n'
+    ),
+    "plugins/letters/letters.py": (
+        "class Letters:\n"
+        "    def reset(self, row, seed):\n        return str(row)\n\n"
+        "    def step(self, message):\n        return None\n\n"
+        "    def reward(self):\n        return 1.0\n\n\n"
+        "def create_plugin(config):\n    return Letters\n"
+    ),
     "examples/real/last_number.py": "def score(sample):\n    return float(sample.completion.endswith(sample.answer))\n",
 }
 """In place of the examples' own code and suites, whose content enters keys: to edit them changes no key here."""

@@ -141,6 +141,10 @@ FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "nightly-tiny",
         {"reward": None, "environment": ENVIRONMENT, "model.uri": "data/agents/model"},
     ),
+    "nightly-tiny, in a plugin's environment": (
+        "nightly-tiny",
+        {"reward": None, "environment": {"kind": "plugin", "name": "letters"}, "model.uri": "data/agents/model"},
+    ),
     "nightly-tiny, a base in bfloat16": ("nightly-tiny", {"model.uri": "data/example/half"}),
     "nightly-tiny, DPO": ("nightly-tiny", {"ppo": None, "dpo": PAIRS}),
     "nightly-tiny, a reward model is trained": ("nightly-tiny", {"rm": PAIRS}),

@@ -13,7 +13,7 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.config.base import apply_overrides
 from rollout_core.plugins.identity import read_plugin
-from rollout_core.plugins.manifest import MANIFEST, check_config, parse_manifest
+from rollout_core.plugins.manifest import KINDS, MANIFEST, check_config, parse_manifest
 
 GOOD = """
 name = "brevity"
@@ -63,6 +63,7 @@ def inline(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+LISTED = ", ".join(map(repr, KINDS))
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"name": GONE}, "name: required, but not given"),
     "blank name": ({"name": ""}, r"name: String should match pattern '\S+'; got ''"),
@@ -72,20 +73,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "version that is a number": ({"version": 1.0}, "version: Input should be a valid string; got 1.0"),
     "unknown kind": (
         {"kind": "rewards"},
-        "kind: expected one of 'reward-model', 'reward', 'data-source'; got 'rewards'",
+        f"kind: expected one of {LISTED}; got 'rewards'",
     ),
     "kind with capitals": (
         {"kind": "RewardModel"},
-        "kind: expected one of 'reward-model', 'reward', 'data-source'; got 'RewardModel'",
+        f"kind: expected one of {LISTED}; got 'RewardModel'",
     ),
     "kind of later": (
-        {"kind": "env-harness"},
-        "kind: plugins of kind 'env-harness' are not supported yet; expected one of 'reward-model', 'reward', "
-        "'data-source'; got 'env-harness'",
+        {"kind": "storage"},
+        f"kind: plugins of kind 'storage' are not supported yet; expected one of {LISTED}; got 'storage'",
     ),
     "kind of one's own": (
         {"kind": {"custom": "x"}},
-        "kind: plugins of kind 'custom' are not supported yet; expected one of 'reward-model', 'reward', 'data-source'",
+        f"kind: plugins of kind 'custom' are not supported yet; expected one of {LISTED}",
     ),
     "no trait": ({"trait_id": GONE}, "trait_id: required, but not given"),
     "other trait": (

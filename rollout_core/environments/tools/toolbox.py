@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from rollout_core.config.tools import (
     FilesTool,
     HttpTool,
     McpTool,
+    PluginTools,
     PythonTool,
     SandboxedTool,
     SearchTool,
@@ -26,12 +27,14 @@ from rollout_core.environments.tools.files import Files
 from rollout_core.environments.tools.folder import EpisodeFolder
 from rollout_core.environments.tools.http import Http, Resolve, resolved
 from rollout_core.environments.tools.mcp import McpServer, Served
+from rollout_core.environments.tools.plugin_tools import PluginToolProcesses
 from rollout_core.environments.tools.python import Python
 from rollout_core.environments.tools.results import Output, Tool, ToolError, ToolResult, shortened
 from rollout_core.environments.tools.sandboxed import sandbox_of
 from rollout_core.environments.tools.search import Search, SearchIndex, check_corpus
 from rollout_core.environments.tools.shell import Shell
 from rollout_core.environments.tools.sql import Sql, SqlProcesses, check_database
+from rollout_core.plugins.identity import PluginCode
 from rollout_core.sandbox import Program, Sandbox
 
 
@@ -46,11 +49,12 @@ class ToolResources:
         index_folder: Path,
         base: Path = Path(),
         served: Served = MappingProxyType({}),
+        plugins: Mapping[str, PluginCode] = MappingProxyType({}),
         resolve: Resolve = resolved,
     ) -> None:
         """``index_folder``: where indexes of corpora are kept. ``base``: the working folder of the paths that tools
-        name. ``served``: what MCP servers among them have (`ask_servers`). ``resolve``: what finds the addresses of a
-        name. Nothing is started before it is used."""
+        name. ``served``: what MCP servers among them have (`ask_servers`). ``plugins``: those that give tools, by name.
+        ``resolve``: what finds the addresses of a name. Nothing is started before it is used."""
         _check_names(tools)
         for spec in tools:
             if isinstance(spec, McpTool) and spec.name not in served:
@@ -64,9 +68,13 @@ class ToolResources:
             spec.name: SearchIndex(spec, base, index_folder) for spec in tools if isinstance(spec, SearchTool)
         }
         self._queries = {spec.name: SqlProcesses(spec) for spec in tools if isinstance(spec, SqlTool)}
+        self.plugins = {
+            spec.name: PluginToolProcesses(spec, plugins[spec.name]) for spec in tools if isinstance(spec, PluginTools)
+        }
+        """By their names."""
 
     def made(self, spec: AnyTool, folder: EpisodeFolder) -> Sequence[Tool]:
-        """What a table gives one episode: a tool, or those of a server."""
+        """What a table gives one episode: a tool, or those of a server or a plugin."""
         match spec:
             case PythonTool():
                 return [Python(spec, self._sandbox(spec), folder)]
@@ -82,6 +90,13 @@ class ToolResources:
                 return [Sql(spec, self.base / spec.database, self._queries[spec.name])]
             case McpTool():
                 return McpServer(spec, self._served[spec.name], self.base, folder).tools
+            case PluginTools():
+                return self.plugins[spec.name].tools()
+
+    def start(self) -> None:
+        """Start plugins and ask them for their tools, which episodes then find done. Raises ConfigError."""
+        for plugin in self.plugins.values():
+            plugin.described()
 
     def _sandbox(self, spec: SandboxedTool) -> Sandbox:
         """Tools with the same one share it."""
@@ -90,8 +105,9 @@ class ToolResources:
         return self._sandboxes[spec.sandbox]
 
     def prepare(self) -> None:
-        """Do now what the first calls would wait for: make indexes, try the sandboxes' walls. Raises ConfigError where
-        something is missing, and Recoverable."""
+        """Do now what the first calls would wait for: make indexes, try the sandboxes' walls, ask plugins what they
+        have. Raises ConfigError where something is missing, and Recoverable."""
+        self.start()
         for index in self._indexes.values():
             index.path()
         for spec in self.tools:
@@ -102,7 +118,7 @@ class ToolResources:
         """End what is held. Episodes' tools are closed before."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
-        for processes in self._queries.values():
+        for processes in (*self._queries.values(), *self.plugins.values()):
             processes.close()
 
 
@@ -136,7 +152,7 @@ class Toolbox:
         if len(self._tools) < len(made):
             names = [tool.name for tool in made]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"two tools are called {twice!r}; give an MCP server another name")
+            raise ConfigError(f"two tools are called {twice!r}; rename one, or leave it out")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
