@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 HANDLER = "rollout_core.environments.host_process:handle"
 SOCKET = "calls"
+NO_MEMORY = "null"
+"""The memory of an environment that remembers nothing yet, as JSON."""
 HELD_UP_SECONDS = 10.0
 """At least, for a method that holds up its whole process, as one that never awaits does, until this is ended."""
 GIVING_UP_SECONDS = 10.0
@@ -72,6 +74,12 @@ def rows_of(code: EnvironmentCode, settings: EnvironmentConfig, source: Environm
     return rows
 
 
+def merged_memory(code: EnvironmentCode, settings: EnvironmentConfig, memory: str, notes: list[Any]) -> str:
+    """What an environment makes of its memory and of what episodes left, as canonical JSON, in a process of its own.
+    Raises ConfigError where it makes nothing of them."""
+    return _asked(code, settings, _given(code, settings, memory=memory, notes=notes))["memory"]
+
+
 def _asked(code: EnvironmentCode, settings: EnvironmentConfig, given: dict[str, Any]) -> dict[str, Any]:
     with _child(code, settings) as child:
         try:
@@ -93,12 +101,16 @@ def _given(
     socket: Path | None = None,
     *,
     rows: dict[str, Any] | None = None,
+    memory: str = NO_MEMORY,
+    notes: list[Any] | None = None,
 ) -> dict[str, Any]:
     return {
         "code": code.code.document(),
         "name": code.path,
         "config": settings.arguments,
         "rows": rows,
+        "memory": memory if settings.episodic_memory else None,
+        "notes": notes,
         # Methods that are given up keep their threads for as long as they like.
         "threads": 2 * settings.episodes_at_once + 8,
         "socket": None if socket is None else str(socket),
@@ -108,8 +120,8 @@ def _given(
 class _Host:
     """One process, from its start to its end."""
 
-    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
-        self._code, self._settings = code, settings
+    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig, memory: str) -> None:
+        self._code, self._settings, self._memory = code, settings, memory
         self._child = _child(code, settings)
         self._scratch = scratch_folder("environment")
         self._numbers = count()
@@ -139,7 +151,7 @@ class _Host:
         folder = self._scratch.__enter__()
         with short_address(folder / SOCKET) as address:
             self._server = await asyncio.start_unix_server(self._serve, address)
-        given = _given(self._code, self._settings, folder / SOCKET)
+        given = _given(self._code, self._settings, folder / SOCKET, memory=self._memory)
         self._call = in_thread(lambda: self._child.call(given))
         self._watching = asyncio.create_task(self._watch())
         await self._connected
@@ -266,10 +278,11 @@ class Place:
 
 
 class Hosts:
-    """The processes of an environment, started as they are needed; in one event loop."""
+    """The processes of an environment, started as they are needed; in one event loop. ``memory``, as JSON: what its
+    episodes begin with, where it has one."""
 
-    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
-        self._code, self._settings = code, settings
+    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig, memory: str = NO_MEMORY) -> None:
+        self._code, self._settings, self._memory = code, settings, memory
         self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
 
@@ -296,7 +309,7 @@ class Hosts:
                 await self._drop(host)
             fit = [host for host in self._hosts if not (host.has_ended or host.is_worn)]
             if alone or len(fit) < self._settings.processes:
-                host = _Host(self._code, self._settings)
+                host = _Host(self._code, self._settings, self._memory)
                 try:
                     await host.start()
                 except BaseException:

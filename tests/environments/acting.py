@@ -22,7 +22,7 @@ from rollout_core.data.samples import Completion
 from rollout_core.data.turn_ends import all_ends
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode, Tally, play_episodes
-from rollout_core.environments.hosts import Offer, look_at
+from rollout_core.environments.hosts import NO_MEMORY, Offer, look_at
 from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Work
 from rollout_core.inference.lanes import Lanes
@@ -119,6 +119,7 @@ class Scene:
         worker: str = "w",
         looked_at: bool = True,
         mode: RolloutMode = "train",
+        memory: str = NO_MEMORY,
         **settings: Any,
     ) -> Tally:
         """What came of episodes of these rows, ``group`` of each. Unless it is ``looked_at``, no object is made before,
@@ -143,6 +144,7 @@ class Scene:
                 worker_id=worker,
                 options=BatchOptions(mode=mode, deterministic=False, exclusive=False, generator="g", wait_seconds=0.05),
                 on_progress=lambda progress: None,
+                memory=memory,
             )
         self.works.append(work)
         return tally
