@@ -9,6 +9,7 @@ moved.alias(
     {
         "doctor": "deployments.health",
         "metrics": "deployments.exporter",
+        "spot": "rollout_core.base.spot",
         "ui.app": "deployments.ui.pages",
         "ui.beside": "deployments.ui.mounted",
         "ui.door": "deployments.ui.auth",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -22,14 +21,13 @@ from typing import Any, Literal, cast
 from blake3 import blake3
 from ulid import ULID
 
-from deployments.probes import Check, Level, check, free_bytes, look_at_database, one_line
-from deployments.spot import Kind, machine_type, metadata
-from rollout_core.base.determinism import machine_memory
+from deployments.probes import Check, Level, check, look_at_database, machine_text, one_line
 from rollout_core.base.errors import ConfigError, RolloutError
-from rollout_core.base.processes import gibibytes
+from rollout_core.base.machine import free_disk, look_at_machine
 from rollout_core.base.queue_settings import QUEUE, queue_settings
 from rollout_core.base.secret_sources import source_names
 from rollout_core.base.settings import ALLOWED, allowed_secrets, max_blob_bytes, read_secret, without_password
+from rollout_core.base.spot import Kind, look_at_spot, metadata
 from rollout_core.config.base import read_toml
 from rollout_core.config.cloud import PROVIDER_OF_SCHEME, parse_cloud, use_cloud
 from rollout_core.objects import ObjectStore
@@ -44,7 +42,6 @@ NOT_TRIED = "not tried"
 ROUNDTRIP_BYTES = 64 * 2**20
 CONNECT_SECONDS = 10.0
 GCP_PERMISSIONS = tuple(f"storage.objects.{verb}" for verb in ("create", "delete", "get", "list"))
-_ASK_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 _SPOT: dict[str, Kind] = {"aws": "aws", "gcp": "gce"}
 
 
@@ -159,7 +156,7 @@ def _reachability(patient: Patient) -> str:
         nearest = next(folder for folder in (place, *place.parents) if folder.exists())
         if not nearest.is_dir():
             raise Failed(f"{nearest} is no folder", "remove it, or choose another folder by ROLLOUT_STORAGE")
-        return f"{place}, on a disk with {free_bytes(place) // 2**20:,} MiB free"
+        return f"{place}, on a disk with {free_disk(place) // 2**20:,} MiB free"
     address = _endpoint(patient)
     try:
         # Any answer will do: by the clients' way, proxies and TLS included.
@@ -312,27 +309,14 @@ def _secrets(patient: Patient) -> str:
 
 
 def _machine(patient: Patient) -> str:
-    cpus, memory = len(os.sched_getaffinity(0)), machine_memory()[1]
-    found = f"{cpus} CPUs, {gibibytes(memory)} of memory, {', '.join(_gpus()) or 'no GPU'}"
     try:
         service = metadata(_SPOT.get(patient.provider, "none"))
     except ConfigError:
-        return f"{found}; not a machine of this cloud, so no spot notices"
-    if service is not None and (size := machine_type(service)) is not None:
-        found = f"{size}: {found}"
-    notice = service.notice(wait=False) if service is not None else None
-    if notice is not None:
-        raise Failed(f"{notice.reason}, in {notice.seconds_left:.0f} s", "start no run here")
-    return f"{found}; no spot notice"
-
-
-def _gpus() -> list[str]:
-    """As NVIDIA's driver tells them by its own tool; none without it."""
-    try:
-        done = subprocess.run(_ASK_GPUS, capture_output=True, text=True, timeout=CONNECT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
+        return f"{machine_text(look_at_machine({}))}; not a machine of this cloud, so no spot notices"
+    found = look_at_machine({}, None if service is None else look_at_spot(service))
+    if found.spot is not None and found.spot.notice is not None:
+        raise Failed(f"{found.spot.notice}, in {found.spot.seconds_left:.0f} s", "start no run here")
+    return f"{machine_text(found)}; no spot notice"
 
 
 def _roundtrip(patient: Patient) -> str:

@@ -45,14 +45,16 @@ from deployments.probes import (
     Server,
     Storage,
     check,
-    free_bytes,
+    machine_text,
     named,
 )
 from deployments.status import NEW_AFTER, Deployment, Status, look, problems_of_runs, problems_of_workers
 from rollout_core import DISTRIBUTION
+from rollout_core.base.machine import Machine, free_disk, look_at_machine, written_folders
 from rollout_core.base.own_packages import ROOT
 from rollout_core.base.processes import gibibytes
 from rollout_core.base.settings import locations
+from rollout_core.base.spot import NO_ANSWER, look_at_spot, metadata as metadata_of_cloud
 from rollout_core.sandbox import Sandbox
 
 CLOCK_SECONDS = 5.0
@@ -176,6 +178,27 @@ def _server_version(server: Server) -> Check:
     )
 
 
+def look_here(storage: str) -> Machine:
+    """The inventory of this machine, whichever cloud it is of; ``storage`` is the object store's address."""
+    service = metadata_of_cloud("auto")
+    try:
+        spot = None if service is None else look_at_spot(service)
+    except NO_ANSWER:  # it answered a moment ago
+        spot = None
+    return look_at_machine(written_folders(storage), spot)
+
+
+def _inventory(status: Status) -> Iterator[Check]:
+    found = look_here(status.storage.address)
+    inventory = check("inventory", None, machine_text(found), "what runs may use here")
+    yield inventory.model_copy(update={"data": found.document()})
+    if found.spot is not None:
+        notice = found.spot.notice
+        got = "no notice" if notice is None else f"{notice}, in {found.spot.seconds_left:.0f} s"
+        problem = None if notice is None else Level.FAIL
+        yield check("spot", problem, f"{found.spot.cloud}: {got}", "a machine that stays", "start no run here")
+
+
 def _disks(_: Status) -> Iterator[Check]:
     yield _disk("cache", locations().cache)
     yield _disk("Prefect home", PREFECT_HOME.value())
@@ -213,7 +236,7 @@ def _place(name: str, place: Storage | Database) -> Check:
 
 
 def _disk(name: str, path: Path) -> Check:
-    free = free_bytes(path)
+    free = free_disk(path)
     return check(
         f"disk of {name}",
         None if free >= ROOMY_BYTES else Level.WARN if free >= LEAST_FREE_BYTES else Level.FAIL,
@@ -380,6 +403,7 @@ class Group:
 GROUPS = {
     "versions": Group("machine", _versions),
     "disks": Group("machine", _disks),
+    "inventory": Group("machine", _inventory),
     "sandbox": Group("machine", _sandbox),
     "server": Group("server", _server),
     "access": Group("server", _access, needs_server=True),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import shutil
 import sys
 import threading
 import time
@@ -24,11 +23,13 @@ from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
 from rollout_core.base.errors import ConfigError, NotFound, RolloutError
+from rollout_core.base.machine import GPU, Machine, free_disk
+from rollout_core.base.processes import gibibytes
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password, without_passwords
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.buckets import RemoteFiles
@@ -75,6 +76,8 @@ class Check(BaseModel):
     """What to do; empty where nothing is."""
     latency_ms: int | None = None
     """That it took, where something was tried."""
+    data: dict[str, Any] | None = None
+    """What was found as JSON, where it is more than a line."""
 
 
 def check(name: str, problem: Level | None, got: str, expected: str, advice: str = "") -> Check:
@@ -216,7 +219,7 @@ def look_at_storage() -> Storage:
     LocalFolder(folder).check()
     if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
         raise ConfigError(f"no permission to read {folder}")
-    return found.model_copy(update={"writable": True, "free_bytes": free_bytes(folder)})
+    return found.model_copy(update={"writable": True, "free_bytes": free_disk(folder)})
 
 
 def look_for_silent(runs: Sequence[str]) -> dict[str, float]:
@@ -261,13 +264,25 @@ def named(address: str, trouble: str) -> str:
     return trouble if address in trouble else f"{address}: {trouble}"
 
 
-def free_bytes(path: Path) -> int:
-    """On the disk where ``path`` is, or will be."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(there).free
-
-
 # For people
+
+
+def machine_text(machine: Machine) -> str:
+    """Processor, memory, GPUs and disks on a line."""
+    cores = "core" if machine.cores == 1 else "cores"
+    others = f" of {machine.machine_cores}" if machine.cores != machine.machine_cores else ""
+    memory = f"{gibibytes(machine.available_bytes)} of {gibibytes(machine.memory_bytes)} of memory available"
+    disks = [f"{gibibytes(disk.free_bytes)} free at {disk.path} ({name})" for name, disk in machine.disks.items()]
+    parts = [f"{machine.cores}{others} {cores}", memory, *(_gpus_text(machine.gpus) or ["no GPU"]), *disks]
+    size = "" if machine.spot is None or machine.spot.machine_type is None else f"{machine.spot.machine_type}: "
+    return size + ", ".join(parts)
+
+
+def _gpus_text(gpus: Sequence[GPU]) -> list[str]:
+    """Those that are alike together."""
+    sizes = {gpu: "" if gpu.memory_bytes is None else f" with {gibibytes(gpu.memory_bytes)}" for gpu in gpus}
+    counts = Counter(f"{gpu.name}{sizes[gpu]}" for gpu in gpus)
+    return [text if count == 1 else f"{count} x {text}" for text, count in counts.items()]
 
 
 def checks_text(checks: Sequence[Check]) -> str:

@@ -28,11 +28,12 @@ from uuid import UUID
 
 import psutil
 
-from deployments.spot import LEAD_SECONDS, Kind, Notice, SpotWatch, metadata
 from rollout_core.base.errors import RolloutError
+from rollout_core.base.machine import look_at_machine, written_folders
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.processes import ProcessName, exit_reason
-from rollout_core.base.settings import stop_seconds
+from rollout_core.base.settings import locations, stop_seconds
+from rollout_core.base.spot import LEAD_SECONDS, NO_ANSWER, Kind, Metadata, Notice, SpotWatch, look_at_spot, metadata
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
@@ -351,6 +352,7 @@ def work(
     service = metadata(spot)
     if spot != "none":
         say(f"notices of {service.kind} are watched for" if service is not None else "this is no spot machine")
+    _tell_inventory(service)
     if drain_seconds is None and service is not None:
         drain_seconds = LEAD_SECONDS[service.kind]
     stop = {}
@@ -375,6 +377,16 @@ def work(
     finally:
         if presence is not None:
             presence.end()
+
+
+def _tell_inventory(service: Metadata | None) -> None:
+    from tasks.runtime.events import Inventory, emit
+
+    try:
+        spot = None if service is None else look_at_spot(service)
+    except NO_ANSWER:  # the watch for notices says so
+        spot = None
+    emit(Inventory(machine=look_at_machine(written_folders(locations().storage), spot)))
 
 
 def _presence(pool: str, name: str) -> Presence | None:

@@ -153,7 +153,7 @@ def _learn(
     rater, judge, playing = None, None, None
     if isinstance(held_out, HeldOutEpisodes):
         prompts = held_out.environment.rows(settings.prompts, "training")
-        playing = Playing(held_out.environment, settings, prompts)
+        playing = Playing.of(held_out.environment, settings, prompts)
     else:
         judge = held_out.judge
         if config.rm is not None:

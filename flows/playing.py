@@ -10,12 +10,14 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import EngineConfig, EnvironmentRows, FunctionRows, OnPolicySettings, SamplingParams
 from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.config.evaluation import SuiteRows
+from rollout_core.environments.memory import find_memory
 from rollout_core.objects.records import AgentRollouts, AgentTasks, EnvironmentSource, EvalReport
 from rollout_core.plans.plan import context_limit
 from rollout_core.store.types import RolloutMode
 from tasks.collect import collect_samples
-from tasks.environments import enqueue_episodes, import_environment, import_environment_rows, play
+from tasks.environments import enqueue_episodes, import_environment, import_environment_rows, merge_memory, play
 from tasks.imports import import_tasks
+from tasks.runtime.connections import objects
 from tasks.score import evaluate_episodes
 from tasks.suites import import_rows
 
@@ -56,22 +58,33 @@ class Environment:
         *,
         mode: RolloutMode,
         label: str,
+        memory: ContentId | None = None,
         **chosen: Any,
     ) -> tuple[AgentTasks, AgentRollouts]:
-        """Episodes of ``model``, in stages; ``chosen`` as `enqueue_episodes` takes it, default: one of each row."""
+        """Episodes of ``model`` that begin with ``memory``, in stages; ``chosen`` as `enqueue_episodes` takes it,
+        default: one of each row."""
         known = self.source, self.settings, sampling, self.backend
-        options = {"mode": mode, "limit": context_limit(self.backend), "label": label}
+        options = {"mode": mode, "limit": context_limit(self.backend), "memory": memory, "label": label}
         episodes = enqueue_episodes(rows, model, *known, draws=self.seed, **chosen, **options)
         return episodes, play(episodes, *known, **options)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Playing:
     """What iterations learn from: episodes that begin with rows."""
 
     environment: Environment
     settings: OnPolicySettings
     rows: ContentId
+    memory: ContentId | None = None
+    """What the environment remembers before the next iteration, where it does."""
+
+    @classmethod
+    def of(cls, environment: Environment, settings: OnPolicySettings, rows: ContentId) -> Playing:
+        """The episodes of a run, from its first iteration on. Raises NotFound or ConfigError for a memory to begin with
+        that is none."""
+        wanted = environment.settings.start_memory
+        return cls(environment, settings, rows, None if wanted is None else find_memory(objects(), wanted))
 
     def experience(self, number: int, model: ContentId) -> Sampled:
         """That of iteration ``number`` (from 0), played by ``model``."""
@@ -85,8 +98,12 @@ class Playing:
             count=settings.prompts_per_iteration,
             episodes_per_row=settings.samples_per_prompt,
             seed=self.environment.seed,
+            memory=self.memory,
             label=label,
         )
+        if self.environment.settings.episodic_memory:
+            about = {"memory": self.memory, "number": number, "algorithm": settings.family, "label": label}
+            self.memory = merge_memory(played, self.environment.source, self.environment.settings, **about).memory
         form = {"group_size": settings.group_size, "form": self.environment.settings.form, "served": None}
         found = collect_samples(played, failed=settings.failed, **form, credit=settings.turn_credit, label=label)
         return Sampled(found.as_scores(), found.samples, found.mean, model)

@@ -128,7 +128,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig, journal: Journal)
     else:
         environment = Environment.of(config.environment, config.backend, config.seed)
         prompts = environment.rows(settings.prompts)
-        playing = Playing(environment, settings, prompts)
+        playing = Playing.of(environment, settings, prompts)
     known = None if is_placeholder(prompts) else prompts
     start = first_iteration(objects(), config.run, settings, model, known, stage_logger().warning)
     suites = suites_of(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import orjson
+from prefect.runtime import flow_run
 
 from rollout_core.agents.adapters.ended import look_up
 from rollout_core.agents.task_rollouts import file_rollouts
@@ -16,9 +17,12 @@ from rollout_core.data.datasets import TaskRow
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode, Tally, play_episodes
 from rollout_core.environments.hosts import look_at, rows_of
-from rollout_core.objects.records import AgentRollouts, AgentTasks, Dataset, EnvironmentSource
+from rollout_core.environments.memory import merge_notes, read_memory
+from rollout_core.objects.records import AgentRollouts, AgentTasks, Dataset, EnvironmentSource, EpisodicMemory
+from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections
+from tasks.runtime.episodes import notes_of
 from tasks.runtime.generation import generate_on_demand
 from tasks.runtime.journal import stage_logger
 from tasks.runtime.stage import current_stage, refresh_name, stage
@@ -43,7 +47,7 @@ def import_environment_rows(
     return dataset
 
 
-@stage(version=1, optional=("seed", "limit"))
+@stage(version=1, optional=("seed", "limit", "memory"))
 def enqueue_episodes(
     rows: ContentId,
     model: ContentId,
@@ -59,24 +63,27 @@ def enqueue_episodes(
     draws: int = 0,
     mode: RolloutMode = "train",
     limit: int | None = None,
+    memory: ContentId | None = None,
     label: str = "",
 ) -> AgentTasks:
     """Turn rows into episodes of an environment, each under an id that follows from all that it depends on.
 
     ``first`` and ``count`` choose rows, going around the end of the file; with a ``seed`` each time around is in an
     order of its own, which follows from it. Runs of other ``draws`` have episodes of their own, and so have those of
-    another ``limit``, the longest sequence that the engine takes.
+    another ``limit``, the longest sequence that the engine takes, or of another ``memory`` to begin with.
     """
     # More attempts at them leave episodes what they are.
     settings = {name: value for name, value in identity(environment).items() if name != "max_attempts"}
     decides = ["environment", model, source.id, settings, identity(sampling), identity(backend), mode, draws, limit]
+    if memory is not None:
+        decides.append({"memory": memory})
     chosen = {"first": first, "count": count, "rollouts_per_task": episodes_per_row, "seed": seed}
     record = file_rollouts(current_stage().objects, rows, model, decides, **chosen)
     stage_logger().info("%d rows are %d episodes for model %s", record.num_tasks, record.num_rollouts, model.short)
     return record
 
 
-@stage(version=1, concurrency="engine", optional=("limit",), time="generating")
+@stage(version=1, concurrency="engine", optional=("limit", "memory"), time="generating")
 def play(
     episodes: AgentTasks,
     source: EnvironmentSource,
@@ -86,10 +93,12 @@ def play(
     *,
     mode: RolloutMode = "train",
     limit: int | None = None,
+    memory: ContentId | None = None,
     label: str = "",
 ) -> AgentRollouts:
-    """Play every episode to its end. One that has ended is never played again, and what the model answered in one that
-    has not is kept, so an interrupted run resumes with what is left."""
+    """Play every episode to its end, each beginning with ``memory``, where the environment has one. One that has ended
+    is never played again, and what the model answered in one that has not is kept, so an interrupted run resumes with
+    what is left."""
     objects = current_stage().objects
     code, folder = EnvironmentCode.filed(objects, source), connections.working_folder()
     code.check(source, environment, folder)
@@ -108,6 +117,7 @@ def play(
         mode=mode,
         what="Episodes",
         limit=limit,
+        memory=read_memory(objects, memory),
         base=folder,
         index_folder=connections.cache_folder() / "search",
         metadata={"environment": source.path, "environment_id": source.id, "model": episodes.model},
@@ -119,6 +129,27 @@ def play(
         raise Recoverable(f"{open_ones} of {record.num_rollouts} episodes have not ended: something else changed them")
     _show(record, tally, source, label)
     return record
+
+
+@stage(version=1, optional=("memory",), time="scoring")
+def merge_memory(
+    played: AgentRollouts,
+    source: EnvironmentSource,
+    environment: EnvironmentConfig,
+    *,
+    memory: ContentId | None,
+    number: int,
+    algorithm: str,
+    label: str = "",
+) -> EpisodicMemory:
+    """What an environment remembers after iteration ``number`` (from 0): ``memory`` with what its episodes left."""
+    run = current_stage()
+    notes = notes_of(played)
+    about = {"run_id": run.run_id, "step": number + 1, "algorithm": algorithm, "meta": {RUN_NAME: flow_run.name or ""}}
+    code = EnvironmentCode.filed(run.objects, source)
+    saved = merge_notes(run.objects, code, environment, memory, notes, **about)
+    stage_logger().info("%s: memory %s, with what %d episodes left", label, saved.id.short, len(notes))
+    return EpisodicMemory(memory=saved.id, num_notes=len(notes), size_bytes=saved.size_bytes)
 
 
 async def _look_up(rollout_ids: list[str], model: ContentId) -> AgentRollouts:

@@ -9,13 +9,13 @@ from typing import Annotated, cast
 import typer
 
 from deployments import supervision
-from deployments.spot import Kind
 from flows.cli.common import Debug, one_line_errors
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.spot import Kind
 
 EXIT_DRAINED = 75
 """After a spot notice: a supervisor need not start the worker again on a machine that goes away."""
-SPOT = ("aws", "gce", "auto", "none")
+SPOT = ("aws", "gce", "azure", "auto", "none")
 
 
 def worker(
@@ -25,15 +25,15 @@ def worker(
     spot: Annotated[
         str,
         typer.Option(
-            metavar="aws|gce|auto|none", help="Drain when the cloud announces that it takes the machine back."
+            metavar="aws|gce|azure|auto|none", help="Drain when the cloud announces that it takes the machine back."
         ),
     ] = "none",
     drain_seconds: Annotated[
         float | None,
         typer.Option(
             min=1.0,
-            help="Seconds from SIGTERM to the end, at most. Default: 120 on aws, 30 on gce, else the seconds that a "
-            "run may take to stop (ROLLOUT_STOP_SECONDS) plus 15.",
+            help="Seconds from SIGTERM to the end, at most. Default: 120 on aws, 30 on gce and azure, else the seconds "
+            "that a run may take to stop (ROLLOUT_STOP_SECONDS) plus 15.",
         ),
     ] = None,
     debug: Debug = False,

@@ -72,15 +72,30 @@ def snapshot_save(
 
 def snapshot_restore(
     snapshot_id: ShortId,
-    folder: Annotated[Path, typer.Argument(help="A new folder; it appears whole and verified, or not at all.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="A new folder; it appears whole and verified, or not at all.")
+    ] = None,
+    fork: Annotated[
+        str | None, typer.Option("--fork", help="Name of another run that is to begin with it, in place of a folder.")
+    ] = None,
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:
-    """Write a snapshot's files to a folder. A training state's model/ is a Hugging Face model folder."""
+    """Write a snapshot's files to a folder. A training state's model/ is a Hugging Face model folder.
+
+    With --fork RUN another run has it as its own: `--resume latest` of a run of that name begins with a training state,
+    and `environment.start_memory` with a memory.
+    """
     with one_line_errors(debug):
+        if (folder is None) == (fork is None):
+            raise ConfigError("give a folder to write to, or --fork RUN")
         with object_store(storage) as objects:
             snapshots, found = SnapshotStore(objects), complete_snapshot_id(objects, snapshot_id)
             snapshots.get(found)  # of one that was given up: a look has no run compute it again
+            if folder is None:
+                assert fork is not None
+                typer.echo(snapshots.fork(found, fork).model_dump_json(indent=2))
+                return
             restored = snapshots.restore(found, folder)
         typer.echo(f"{folder}: step {restored.step} of {restored.algorithm}, {restored.size_bytes:,} bytes")
 

@@ -12,6 +12,7 @@ import psutil
 
 from rollout_core.base.errors import in_words
 from rollout_core.base.loops import LoopThread
+from rollout_core.base.machine import usable_gpus
 from rollout_core.store import LightningStore
 
 logger = logging.getLogger(__name__)
@@ -31,18 +32,9 @@ def snapshot(*, include_gpu: bool = False) -> dict[str, Any]:
         "network": {"sent": network.bytes_sent, "received": network.bytes_recv} if network is not None else {},
     }
     if include_gpu:
-        found["gpu"] = _gpus()
+        gpus = [(gpu.name, gpu.free_bytes, gpu.memory_bytes) for gpu in usable_gpus()]
+        found["gpu"] = [{"name": name, "free": free, "total": total} for name, free, total in gpus]
     return found
-
-
-def _gpus() -> list[dict[str, Any]]:
-    import torch  # heavy, and only asked for where there is a GPU
-
-    return [
-        {"name": torch.cuda.get_device_name(place), "free": free, "total": total}
-        for place in range(torch.cuda.device_count())
-        for free, total in [torch.cuda.mem_get_info(place)]
-    ]
 
 
 class Heartbeats:

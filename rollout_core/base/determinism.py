@@ -31,7 +31,6 @@ from typing import Any, Final, Literal
 from rollout_core.base.errors import ConfigError
 
 _BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=\n]*= *(\S+)", re.MULTILINE)
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @cache
@@ -88,18 +87,6 @@ def mixed_precision(asked: str) -> str:
     import torch
 
     return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-
-
-def machine_memory() -> tuple[int, int]:
-    """Bytes of the machine's memory, as far as its control group lets us: available now, and in total."""
-    import psutil  # not needed by commands that only read a configuration, and slow to load
-
-    machine = psutil.virtual_memory()
-    limits = [machine.total]
-    for file in map(Path, _CGROUP_LIMITS):
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(machine.available, *limits), min(limits)
 
 
 Numerics = Literal["native", "portable"]
@@ -245,11 +232,6 @@ def numerics_identity() -> dict[str, str]:
 def default_threads() -> int | None:
     """CPU threads where no number is configured; None: as many as the machine has."""
     return DEFAULT_THREADS if is_portable_here() else None
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def arithmetic() -> dict[str, Any]:

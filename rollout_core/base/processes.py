@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from rollout_core.base.determinism import machine_memory
 from rollout_core.base.logs import FORM
+from rollout_core.base.machine import machine_memory
 from rollout_core.base.secret_sources import SECRET_PREFIX
 from rollout_core.base.settings import SECRET_LIST, allowed_secrets
 

@@ -21,10 +21,16 @@ class EnvironmentConfig(Settings):
     """What a model acts in, in place of answering a prompt once. Each prompt's row is the start of an episode, and the
     environment rewards it. What all kinds share."""
 
-    identity_without_default: ClassVar[frozenset[str]] = frozenset({"tools"})
+    identity_without_default: ClassVar[frozenset[str]] = frozenset({"tools", "episodic_memory"})
     tools: tuple[AnyTool, ...] = ()
     """That the model may call besides the environment's methods, each a table `[[environment.tools]]`. A row with a key
     ``tools``, a list of their names, has those alone."""
+    episodic_memory: bool = False
+    """Whether it remembers between iterations: episodes begin with what those of earlier iterations left, by its
+    methods ``load_memory``, ``save_memory`` and ``merge_memory``. Held-out episodes and suites begin with no memory."""
+    start_memory: str | None = Field(default=None, pattern=r"^[0-9a-f]{8,64}$")
+    """Id of a snapshot of kind ``episodic_memory``, or the first digits of it: the memory that training begins with,
+    such as another run's. Default: none."""
     max_turns: int = Field(default=8, ge=1)
     """Answers of the model in an episode."""
     max_tokens: int | None = Field(default=None, ge=2)
@@ -60,6 +66,12 @@ class EnvironmentConfig(Settings):
             raise ValueError(f"two tools are called {twice[0]!r}; give each a name of its own")
         return self
 
+    @model_validator(mode="after")
+    def _a_memory_to_start_with(self) -> EnvironmentConfig:
+        if self.start_memory is not None and not self.episodic_memory:
+            raise ValueError("start_memory is the memory of an environment with episodic_memory = true; set that, too")
+        return self
+
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of what tools read from this machine, relative to the working folder."""
@@ -88,7 +100,7 @@ class EnvironmentConfig(Settings):
     def cache_identity(self) -> Any:
         """What episodes depend on; the code enters by its content."""
         named = super().cache_identity()
-        for name in (*self.code_fields(), "form", "episodes_at_once", "processes", "memory_mb"):
+        for name in (*self.code_fields(), "form", "start_memory", "episodes_at_once", "processes", "memory_mb"):
             named.pop(name, None)
         return named
 
@@ -96,7 +108,7 @@ class EnvironmentConfig(Settings):
 class PythonEnvironment(EnvironmentConfig):
     """A Python class of your own."""
 
-    identity_without_default = frozenset({"config", "tools"})
+    identity_without_default = frozenset({"config", "tools", "episodic_memory"})
 
     kind: Literal["python"] = "python"
     path: FunctionName

@@ -185,6 +185,8 @@ class Suite(Settings):
     def _an_environment_scores(self) -> Suite:
         if isinstance(self.rows, EnvironmentRows) and "split" not in self.rows.model_fields_set:
             raise ValueError('rows: say which rows the environment is to make: split = "eval" (held out) or "train"')
+        if self.environment is not None and self.environment.start_memory is not None:
+            raise ValueError("environment.start_memory: episodes of suites begin with no memory; leave it out")
         for name in ("scorer", "prompt") if self.environment is not None else ():
             if name in self.model_fields_set:
                 raise ValueError(f"{name}: the environment begins its episodes and rewards them; leave it out")

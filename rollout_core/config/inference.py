@@ -25,7 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from rollout_core.base.determinism import default_threads, numerics_identity, probe_device, usable_cores
+from rollout_core.base.determinism import default_threads, numerics_identity, probe_device
+from rollout_core.base.machine import bound_cores
 from rollout_core.config.base import Address, Settings
 from rollout_core.config.described import Described
 
@@ -234,7 +235,8 @@ class VLLMBackend(Settings):
             return os.environ["OMP_NUM_THREADS"] == "1"
         # By itself vLLM leaves one core free. It counts no hyperthreads, so there may be fewer threads than this.
         is_free = bound == "auto" and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ
-        return usable_cores() - int(is_free) <= 1
+        # Time that a control group limits changes no number of threads.
+        return bound_cores() - int(is_free) <= 1
 
     @property
     def batch_invariant(self) -> bool:

@@ -192,6 +192,8 @@ async def act(
             break
         messages = [*messages, message, *following]
     reward = await call("reward")
-    await call("close")
     transcript.lines.append(f"reward: {json.dumps(reward)}")
+    if settings.episodic_memory and (note := await call("save_memory")) is not None:
+        transcript.lines.append(f"left for later episodes: {note}")
+    await call("close")
     return reward

@@ -28,7 +28,7 @@ from rollout_core.data.samples import Completion, FinishReason, Sample, decode_c
 from rollout_core.data.turn_ends import turn_ends
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.conversation import Turns
-from rollout_core.environments.hosts import Hosts, Offer, Place
+from rollout_core.environments.hosts import NO_MEMORY, Hosts, Offer, Place
 from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
 from rollout_core.environments.tools.toolbox import ToolResources
 from rollout_core.environments.using import EpisodeTools, tools_of_episode
@@ -53,7 +53,9 @@ from rollout_core.store import (
 from rollout_core.store.semconv import (
     AGL_ANNOTATION,
     AGL_EXCEPTION,
+    AGL_OBJECT,
     AGL_OPERATION,
+    EPISODE_MEMORY,
     EPISODE_TURN,
     LLM_CALL,
     ChoiceAttributes,
@@ -333,6 +335,8 @@ class Player:
         is_cut = played.ended != "done"
         reward = 0.0 if is_cut and self._settings.truncated == "zero" else await place.call("reward")
         played.reward = spans.reward(reward, played.ended)
+        if self._settings.episodic_memory:
+            spans.memory(await place.call("save_memory"))
         try:
             await place.call("close")
         except EnvironmentFailed as error:  # the episode is over, and what it earned is known
@@ -486,6 +490,11 @@ class _Spans:
         self._add(AGL_ANNOTATION, attributes, time.time())
         return total
 
+    def memory(self, note: str | None) -> None:
+        """What the episode leaves for later ones, as JSON, if anything."""
+        if note is not None:
+            self._add(AGL_OBJECT, {EPISODE_MEMORY: note}, time.time())
+
     def failure(self, problem: str) -> None:
         """Why an attempt failed."""
         attributes = {"exception.type": EnvironmentFailed.__name__, "exception.message": problem}
@@ -519,18 +528,19 @@ async def play_episodes(
     worker_id: str,
     options: BatchOptions,
     on_progress: Callable[[Progress], None],
+    memory: str = NO_MEMORY,
 ) -> tuple[Tally, Work]:
     """Play episodes with the model of ``engine`` until each has ended, whether it succeeded or failed for good. What
     they came to is in the store. ``base``: the working folder of the paths that tools name; ``index_folder``: where
-    indexes of corpora are kept. Raises what ends the engine or the store, and ConfigError where the environment cannot
-    be loaded."""
+    indexes of corpora are kept; ``memory``: what they begin with, as JSON, where the environment has one. Raises what
+    ends the engine or the store, and ConfigError where the environment cannot be loaded."""
     tally = Tally(len(episodes))
 
     def note(progress: Progress) -> None:
         on_progress(replace(progress, done=tally.done, total=tally.total))
 
     demand = OnDemand(store, objects, engine, worker_id=worker_id, options=options, on_progress=note)
-    hosts = Hosts(code, settings)
+    hosts = Hosts(code, settings, memory)
     resources = ToolResources(
         settings.tools, index_folder=index_folder, base=base, served=code.served, plugins=code.tool_plugins
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import time
 import traceback
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, RolloutError, in_words
+from rollout_core.base.ids import canonical_json
 from rollout_core.base.isolation.warden import FRAME_LENGTH, decode_frame, encode_frame, frame_size
 from rollout_core.base.socket_paths import short_address
 from rollout_core.environments.protocol import (
+    MEMORY_METHODS,
     Done,
     EnvironmentFailed,
     Tool,
@@ -26,6 +29,7 @@ from rollout_core.environments.protocol import (
     further_tools_of,
     messages_of,
     method_function,
+    note_of,
     reward_of,
     tool_text,
     tools_of,
@@ -46,7 +50,8 @@ ONE_TURN = "it has neither tools nor a step, so that every episode has one turn"
 
 
 def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, Any]:
-    """What the environment of a document offers; where ``given`` has ``rows``, the rows that it makes; where it has a
+    """What the environment of a document offers; where ``given`` has ``rows``, the rows that it makes; where it has
+    ``notes``, what its memory is with them; where it has a
     ``socket``, once all calls that come over it have been answered. Raises ConfigError where it cannot be loaded, or no
     object of it can be made."""
     code = UserCode.from_document(given["code"])
@@ -61,9 +66,11 @@ def answer_calls(
     make = _maker(made, given["name"], given["config"])
     if given["rows"] is not None:
         return asyncio.run(_rows(given["name"], make, **given["rows"]))
+    if given["notes"] is not None:
+        return asyncio.run(_merge(given["name"], make, json.loads(given["memory"]), given["notes"]))
     if given["socket"] is None:
-        return asyncio.run(_look(given["name"], make))
-    asyncio.run(_Objects(make, given["threads"], report, answer_bytes).serve(given["socket"]))
+        return asyncio.run(_look(given["name"], make, has_memory=given["memory"] is not None))
+    asyncio.run(_Objects(make, given["threads"], given["memory"], report, answer_bytes).serve(given["socket"]))
     return {}
 
 
@@ -82,18 +89,19 @@ def _maker(made: Any, name: str, config: Mapping[str, Any]) -> Callable[[], Any]
     return lambda: made(**config)
 
 
-async def _look(name: str, make: Callable[[], Any]) -> dict[str, Any]:
+async def _look(name: str, make: Callable[[], Any], *, has_memory: bool) -> dict[str, Any]:
     made = _made(name, make)
-    for method in ("reset", "reward"):
+    for method in ("reset", "reward", *(MEMORY_METHODS if has_memory else ())):
         if not callable(getattr(made, method, None)):
-            raise ConfigError(f"environment {name} makes a {type(made).__name__} without a method {method}")
+            why = ", which environment.episodic_memory = true asks for" if method in MEMORY_METHODS else ""
+            raise ConfigError(f"environment {name} makes a {type(made).__name__} without a method {method}{why}")
     parameters = inspect.signature(made.reset).parameters
     try:
         inspect.signature(made.reset).bind({}, 0)
     except TypeError:
         listed = ", ".join(parameters)
         raise ConfigError(f"environment {name}: reset({listed}) is called as reset(row, seed)") from None
-    tools = [function_schema(method_function(tool)).schema() for tool in tools_of(made).values()]
+    tools = [function_schema(method_function(tool)).schema() for tool in tools_of(made, has_memory=has_memory).values()]
     further = getattr(made, "further_tools", None)
     if callable(further):
         try:
@@ -124,6 +132,19 @@ async def _rows(name: str, make: Callable[[], Any], split: str, size: int | None
     if wrong := [row for row in rows if not isinstance(row, Mapping)]:
         raise ConfigError(f"environment {name}: make_rows gave {wrong[0]!r:.80} for a row; expected a mapping")
     return {"rows": [dict(row) for row in rows]}
+
+
+async def _merge(name: str, make: Callable[[], Any], memory: Any, notes: list[Any]) -> dict[str, Any]:
+    made = _made(name, make)
+    try:
+        merged = await _awaited(made.merge_memory(memory, notes))
+    except Exception as error:
+        raise ConfigError(f"environment {name}: {_raised('merge_memory', error)}") from error
+    await _closed(made)
+    try:
+        return {"memory": canonical_json(merged).decode()}
+    except ConfigError as error:
+        raise ConfigError(f"environment {name}: merge_memory gave what JSON cannot hold: {error}") from error
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
@@ -253,10 +274,15 @@ class _Objects(Serving):
     """By the methods of an object for each episode."""
 
     def __init__(
-        self, make: Callable[[], Any], threads: int, report: Callable[[int], None], answer_bytes: int | None
+        self,
+        make: Callable[[], Any],
+        threads: int,
+        memory: str | None,
+        report: Callable[[int], None],
+        answer_bytes: int | None,
     ) -> None:
         super().__init__(report, answer_bytes)
-        self._make = make
+        self._make, self._memory = make, memory
         self._episodes: dict[str, _Episode] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="environment")
 
@@ -270,7 +296,9 @@ class _Objects(Serving):
         if method == "reset":
             episode = self._episodes[key] = _Episode()
             made = await self._run(episode, self._make)
-            episode.made, episode.tools = made, tools_of(made)
+            episode.made, episode.tools = made, tools_of(made, has_memory=self._memory is not None)
+            if self._memory is not None:  # a value of its own, which it may change
+                await self._run(episode, made.load_memory, json.loads(self._memory))
             if callable(further := getattr(made, "further_tools", None)):
                 episode.further = further_tools_of(await self._run(episode, further))
         episode = self._episodes[key]
@@ -283,6 +311,8 @@ class _Objects(Serving):
                 return turn_reward_of(await self._run(episode, episode.made.turn_reward))
             case "reward":
                 return reward_of(await self._run(episode, episode.made.reward))
+            case "save_memory":
+                return note_of(await self._run(episode, episode.made.save_memory))
             case "close":
                 closing = getattr(episode.made, "close", None)
                 if closing is not None:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 HANDLER = "rollout_core.environments.host_process:handle"
 PLUGIN_HANDLER = "rollout_core.environments.plugin_process:handle"
 SOCKET = "calls"
+NO_MEMORY = "null"
+"""The memory of an environment that remembers nothing yet, as JSON."""
 HELD_UP_SECONDS = 10.0
 """At least, for a method that holds up its whole process, as one that never awaits does, until this is ended."""
 GIVING_UP_SECONDS = 10.0
@@ -64,6 +66,12 @@ def rows_of(code: EnvironmentCode, settings: EnvironmentConfig, source: Environm
     if not rows:
         raise ConfigError(f"environment {code.path} made no rows for {asked}")
     return rows
+
+
+def merged_memory(code: EnvironmentCode, settings: EnvironmentConfig, memory: str, notes: list[Any]) -> str:
+    """What an environment makes of its memory and of what episodes left, as canonical JSON, in a process of its own.
+    Raises ConfigError where it makes nothing of them."""
+    return _asked(code, settings, _given(code, settings, memory=memory, notes=notes))["memory"]
 
 
 def _asked(code: EnvironmentCode, settings: EnvironmentConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -107,12 +115,16 @@ def _given(
     socket: Path | None = None,
     *,
     rows: dict[str, Any] | None = None,
+    memory: str = NO_MEMORY,
+    notes: list[Any] | None = None,
 ) -> dict[str, Any]:
     return {
         "code": None if isinstance(code.code, PluginCode) else code.code.document(),
         "name": code.path,
         "config": settings.arguments,
         "rows": rows,
+        "memory": memory if settings.episodic_memory else None,
+        "notes": notes,
         # Methods that are given up keep their threads for as long as they like.
         "threads": 2 * settings.episodes_at_once + 8,
         "socket": None if socket is None else str(socket),
@@ -122,8 +134,8 @@ def _given(
 class _Host:
     """One process, from its start to its end."""
 
-    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
-        self._code, self._settings = code, settings
+    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig, memory: str) -> None:
+        self._code, self._settings, self._memory = code, settings, memory
         self._scratch = ExitStack()
         self._folder = self._scratch.enter_context(scratch_folder("environment"))
         self._child = _child(code, settings, self._folder)
@@ -153,7 +165,7 @@ class _Host:
         self._connected = asyncio.get_running_loop().create_future()
         with short_address(self._folder / SOCKET) as address:
             self._server = await asyncio.start_unix_server(self._serve, address)
-        given = _given(self._code, self._settings, self._folder / SOCKET)
+        given = _given(self._code, self._settings, self._folder / SOCKET, memory=self._memory)
         self._call = in_thread(lambda: self._child.call(given))
         self._watching = asyncio.create_task(self._watch())
         await self._connected
@@ -282,10 +294,11 @@ class Place:
 
 
 class Hosts:
-    """The processes of an environment, started as they are needed; in one event loop."""
+    """The processes of an environment, started as they are needed; in one event loop. ``memory``, as JSON: what its
+    episodes begin with, where it has one."""
 
-    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig) -> None:
-        self._code, self._settings = code, settings
+    def __init__(self, code: EnvironmentCode, settings: EnvironmentConfig, memory: str = NO_MEMORY) -> None:
+        self._code, self._settings, self._memory = code, settings, memory
         self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
 
@@ -312,7 +325,7 @@ class Hosts:
                 await self._drop(host)
             fit = [host for host in self._hosts if not (host.has_ended or host.is_worn)]
             if alone or len(fit) < self._settings.processes:
-                host = _Host(self._code, self._settings)
+                host = _Host(self._code, self._settings, self._memory)
                 try:
                     await host.start()
                 except BaseException:

@@ -45,6 +45,8 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
     if not isinstance(_plugin, _Program):
         return answer_calls(given, _plugin, report, _answer_bytes)
     try:
+        if given["memory"] is not None:
+            raise ConfigError(f"plugin {_plugin.name} is a sidecar, which has no memory; leave out episodic_memory")
         if given["rows"] is not None:
             return {"rows": _plugin.rows(**given["rows"])}
         if given["socket"] is None:

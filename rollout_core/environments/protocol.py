@@ -31,6 +31,16 @@
         def make_rows(self, split, size, seed):  # optional: rows of the environment's own, "train" or "eval"
             return [{"question": "1 + 1 = ?", "answer": "2"}]
 
+        # With `episodic_memory = true` in the settings, all three:
+        def load_memory(self, memory):           # before reset: what earlier iterations left, None at first
+            ...
+
+        def save_memory(self):                   # after reward: what this episode leaves, as JSON; None: nothing
+            return {"tried": "..."}
+
+        def merge_memory(self, memory, notes):   # of an object of its own: the memory of the next iteration, as JSON
+            return [*(memory or []), *notes][-100:]
+
 Every method may be ``async``. An episode ends where `step` gives `Done` or None, where a tool gives `Done`, where there
 is no `step` and the model calls no tool, and at its limits. The object is used by one episode alone, its methods one at
 a time. What a method draws at random has to follow from ``seed``: a row's episodes all get the same one, and an episode
@@ -49,10 +59,15 @@ from typing import Any
 import orjson
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, shown
+from rollout_core.base.ids import canonical_json
 from rollout_core.environments.tools.results import ToolError
 
 RESERVED = ("reset", "step", "turn_reward", "reward", "close", "further_tools", "make_rows")
 """Methods that are no tools."""
+MEMORY_METHODS = ("load_memory", "save_memory", "merge_memory")
+"""Nor are these, where the settings say that an environment has a memory; else they are methods like others."""
+MOST_NOTE_BYTES = 2**20
+"""Of what an episode leaves, as JSON."""
 MOST_FAULTS = 5
 """Of arguments that one message names."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
@@ -162,12 +177,13 @@ class HostEnded(Recoverable):
         super().__init__(f"{process} {reason}")
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+def tools_of(environment: Any, *, has_memory: bool = False) -> dict[str, Callable[..., Any]]:
     """The methods of an environment that are tools, by name, in the order in which its class has them."""
+    reserved = {*RESERVED, *(MEMORY_METHODS if has_memory else ())}
     found: dict[str, Callable[..., Any]] = {}
     for owner in reversed(type(environment).__mro__[:-1]):
         for name, value in vars(owner).items():
-            if not name.startswith("_") and name not in RESERVED and inspect.isfunction(value):
+            if not name.startswith("_") and name not in reserved and inspect.isfunction(value):
                 found[name] = getattr(environment, name)
     return found
 
@@ -232,6 +248,20 @@ def turn_reward_of(given: Any) -> float | None:
     """What a turn earned, as JSON has it; None where nothing was given for it. Raises EnvironmentFailed for what is no
     finite number."""
     return None if given is None else _number(given, "turn_reward")
+
+
+def note_of(given: Any) -> str | None:
+    """What an episode leaves, as canonical JSON; None where it leaves nothing. Raises EnvironmentFailed for what JSON
+    cannot hold, and what is too long."""
+    if given is None:
+        return None
+    try:
+        text = canonical_json(given)
+    except ConfigError as error:
+        raise EnvironmentFailed(f"save_memory gave what JSON cannot hold: {error}") from None
+    if len(text) > MOST_NOTE_BYTES:
+        raise EnvironmentFailed(f"save_memory gave {len(text)} bytes of JSON; expected at most {MOST_NOTE_BYTES}")
+    return text.decode()
 
 
 def _number(given: Any, what: str) -> float:

@@ -34,6 +34,7 @@ from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, err
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.logs import text_of
+from rollout_core.base.machine import usable_cores
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.settings import stop_seconds
 from rollout_core.config.learning import UpdateName
@@ -404,7 +405,7 @@ _kept = _KeptProcess()
 
 def _environment(job: Job, objects: ObjectStore) -> dict[str, str]:
     """Of all ranks, but for what is a job's own. Threads are shared out where nothing says how many there should be."""
-    threads = job.num_threads or default_threads() or max(1, (os.cpu_count() or 1) // job.nproc)
+    threads = job.num_threads or default_threads() or max(1, usable_cores() // job.nproc)
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": "0",

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
-from rollout_core.base.determinism import usable_cores
 from rollout_core.base.errors import ConfigError, Recoverable, RetryHint, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
+from rollout_core.base.machine import usable_cores
 from rollout_core.base.settings import without_passwords
 
 CHUNK_BYTES = 4 * 2**20

@@ -258,6 +258,16 @@ class AgentRollouts(Record):
     """Of all; one without a reward counts as 0."""
 
 
+class EpisodicMemory(Record):
+    """What an environment remembers, with what the episodes of an iteration left."""
+
+    memory: SnapshotId
+    """Of kind ``episodic_memory``."""
+    num_notes: int
+    """Episodes that left something."""
+    size_bytes: int
+
+
 class Experience(Record):
     """Token-level samples of stored rollouts with their rewards, as the updates of PPO and GRPO take them."""
 

@@ -380,6 +380,23 @@ class SnapshotStore:
         """The records of all runs that have it, the newest first."""
         return _newest_first(self._records(f"{SNAPSHOT_REFS}/{ContentId(snapshot_id)}"))
 
+    def fork(self, snapshot_id: ContentId, run: str) -> Snapshot:
+        """Have another run name a snapshot as its own, so that it begins there, and housekeeping of the one that saved
+        it takes nothing away. Nothing is copied. Raises NotFound, MissingObject, ConfigError where the run has it."""
+        snapshot = self.present(snapshot_id)
+        runs = {name for record in self.named_by(snapshot_id) for name in (record.run_id, *record.runs)}
+        if run in runs:
+            raise ConfigError(f"run {run!r} has snapshot {snapshot_id.short} already; fork it into another")
+        meta = {name: value for name, value in snapshot.meta.items() if name != STAGE_LABELS}
+        meta |= {RUN_NAME: run, FORKED_FROM: snapshot.run_id}
+        label = snapshot.label if snapshot.is_kept_by_label else FINISHED
+        own = {"run_id": run, "label": label, "meta": meta, "created_at": datetime.now(UTC)}
+        forked = snapshot.model_copy(update=own)
+        self.put_record(forked)
+        self._objects.wait_for_sweep(forked.files)
+        self.present(snapshot_id)  # until it was named, somebody may have given it up
+        return forked
+
     def put_record(self, snapshot: Snapshot) -> None:
         """Have a run name a snapshot that another has saved."""
         self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
@@ -416,15 +433,17 @@ class SnapshotStore:
     ) -> list[Snapshot]:
         """Drop old records of one run and return them, newest first. Their bytes stay until `gc`.
 
-        Kept is what is among the newest ``keep_last`` (labelled or not), or labelled, or younger than ``max_age``, or
-        of a step that ``keep_every`` divides, or among ``keep``. So ``max_age`` only protects; without it age does not
-        count. A ``dry_run`` drops nothing.
+        Kept is what is among the newest ``keep_last`` of its kind (labelled or not), or labelled, or younger than
+        ``max_age``, or of a step that ``keep_every`` divides, or among ``keep``. So ``max_age`` only protects; without
+        it age does not count. A ``dry_run`` drops nothing.
         """
         now = datetime.now(UTC)
+        found = self.list(run_id=run_id)
+        newest = {snapshot.ref for kind in get_args(SnapshotKind) for snapshot in _of_kind(found, kind)[:keep_last]}
         dropped = [
             snapshot
-            for index, snapshot in enumerate(self.list(run_id=run_id))
-            if index >= keep_last
+            for snapshot in found
+            if snapshot.ref not in newest
             and not (keep_labelled and snapshot.label is not None)
             and not (max_age is not None and now - snapshot.created_at < max_age)
             and not (keep_every is not None and snapshot.step % keep_every == 0)
@@ -493,6 +512,10 @@ def _wrong_tar(snapshot: Snapshot, found: str) -> CorruptObject:
     )
 
 
+def _of_kind(snapshots: Iterable[Snapshot], kind: SnapshotKind) -> list[Snapshot]:
+    return [snapshot for snapshot in snapshots if snapshot.kind == kind]
+
+
 def _newest_first(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
     return sorted(snapshots, key=lambda snapshot: (snapshot.created_at, snapshot.step), reverse=True)
 
@@ -506,6 +529,8 @@ def _ref(snapshot_id: ContentId, run_id: str) -> str:
 LATEST = "latest"
 RUN_NAME = "run"
 """Key of a snapshot's meta: the name of the run that saved it."""
+FORKED_FROM = "forked_from"
+"""The same: the run that saved what this one has by `SnapshotStore.fork`."""
 STAGE_LABELS = "stage_labels"
 """The same: `Snapshot.stage_labels`."""
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_core.base.determinism import machine_memory, mixed_precision, probe_device
+from rollout_core.base.determinism import mixed_precision, probe_device
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import sweep_scratch
+from rollout_core.base.machine import free_disk, machine_memory, nearest_folder
 from rollout_core.base.settings import checks_disk, stop_seconds
 from rollout_core.config import DatasetSettings, LearnerSettings
 from rollout_core.config.optimizers import EIGHT_BITS
@@ -163,18 +163,9 @@ def device_memory() -> tuple[int, int]:
     return machine_memory()
 
 
-def free_disk(folder: Path) -> int:
-    """Free bytes where ``folder`` is, or is to be made."""
-    return shutil.disk_usage(_nearest(folder)).free
-
-
-def _nearest(folder: Path) -> Path:
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(place))
-
-
 def _device(folder: Path) -> int:
     """The file system that ``folder`` is on, or is to be made on."""
-    return os.stat(_nearest(folder)).st_dev
+    return os.stat(nearest_folder(folder)).st_dev
 
 
 @dataclass(frozen=True)

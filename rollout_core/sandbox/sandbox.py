@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from rollout_core.base.determinism import usable_cores
 from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.machine import usable_cores
 from rollout_core.sandbox.commands import PRESETS, CommandRunner
 from rollout_core.sandbox.kernel import MACHINE, is_supported
 from rollout_core.sandbox.launching import Launcher, Session, Setup

@@ -82,6 +82,8 @@ class LinkPydanticModel(BaseModel):
     value_match: str
 
 
+EPISODE_MEMORY = "rollout.episode.memory"
+"""Attribute of a span: what an episode leaves for later ones, as JSON."""
 EPISODE_TURN = "rollout.episode.turn"
 """Attribute of spans of an environment's episode that belong to a turn: its number, from 0."""
 

@@ -28,6 +28,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollout_core.base import traces
+from rollout_core.base.machine import Machine
 from rollout_core.base.settings import locations
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.journal import Learning, current_journal, stage_logger, title_of
@@ -88,6 +89,14 @@ class RunDone(_Event):
     """Mean held-out reward by moment."""
     promoted: bool | None = None
     error: str | None = None
+
+
+class Inventory(_Event):
+    """What the machine has for a process that begins: a try of a flow run, or a worker of a pool."""
+
+    topic: Literal["inventory"] = "inventory"
+    machine: Machine
+    """As it is then; ``spot`` is of a worker that watches for notices."""
 
 
 class WorkStart(_Event):
@@ -259,6 +268,7 @@ class RolledBack(_Event):
 Event = Annotated[
     RunStart
     | RunDone
+    | Inventory
     | WorkStart
     | WorkEnd
     | TrainStart

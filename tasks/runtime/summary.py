@@ -17,12 +17,14 @@ from typing import Literal
 from prefect.runtime import flow_run
 
 from rollout_core.base.determinism import num_gpus
+from rollout_core.base.machine import look_at_machine, written_folders
 from rollout_core.base.settings import ui_address, without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from tasks.runtime.artifacts import Page
+from tasks.runtime.connections import result_storage
 from tasks.runtime.endpoint_costs import endpoint_facts
-from tasks.runtime.events import RunDone, RunStart, emit
+from tasks.runtime.events import Inventory, RunDone, RunStart, emit
 from tasks.runtime.journal import CACHED, CHECKED, Journal, Outcome, StageEntry
 
 KEY = "summary"
@@ -45,6 +47,7 @@ class RunSummary:
         self._begun, self._started = datetime.now(UTC), time.monotonic()
         name = config.run.name
         emit(RunStart(flow=flow_run.flow_name or "", run=name))
+        emit(Inventory(machine=look_at_machine(written_folders(result_storage().url))))
         self._page = Page(KEY, self._markdown("running"), f"Summary of {name}: outcome, stages, cost")
 
     def note(self, journal: Journal) -> None:

@@ -23,7 +23,7 @@ from rollout_core.data.samples import Completion
 from rollout_core.data.turn_ends import all_ends
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode, Tally, play_episodes
-from rollout_core.environments.hosts import Offer, look_at
+from rollout_core.environments.hosts import NO_MEMORY, Offer, look_at
 from rollout_core.inference.backend import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Work
 from rollout_core.inference.lanes import Lanes
@@ -121,6 +121,7 @@ class Scene:
         looked_at: bool = True,
         mode: RolloutMode = "train",
         plugin: str | None = None,
+        memory: str = NO_MEMORY,
         **settings: Any,
     ) -> Tally:
         """What came of episodes of these rows, ``group`` of each, in the environment of the file or of a ``plugin``.
@@ -148,6 +149,7 @@ class Scene:
                 worker_id=worker,
                 options=BatchOptions(mode=mode, deterministic=False, exclusive=False, generator="g", wait_seconds=0.05),
                 on_progress=lambda progress: None,
+                memory=memory,
             )
         self.works.append(work)
         return tally

@@ -26,7 +26,8 @@ from rollout_core.config import (
     load_config,
     parse_config,
 )
-from rollout_core.objects import ObjectStore
+from rollout_core.environments.memory import read_memory
+from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.lineage import all_lineage
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.runs.evaluations import evaluated_models
@@ -273,6 +274,79 @@ def test_an_environment_that_crashes_and_hangs_costs_attempts_and_changes_no_che
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{work / 'undisturbed'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{work / 'undisturbed.db'}")
     assert train_grpo(config)["model"] == model
+
+
+REMEMBERS = """
+    def load_memory(self, memory):
+        self.memory = memory or []
+        with open(os.environ["EPISODES"] + ".memory", "a") as file:
+            file.write(json.dumps(self.memory) + "\\n")
+
+    def save_memory(self):
+        return [self.row["digits"], self.said]
+
+    def merge_memory(self, memory, notes):
+        return [*(memory or []), *notes]
+"""
+
+
+def remembers(work: Path, start_memory: str | None = None, **algorithm: Any) -> dict[str, Any]:
+    """A configuration whose environment puts into its first message how much it remembers."""
+    source = ENVIRONMENT.replace("f\"sort {row['digits']} =\"", "f\"{len(self.memory)} sort {row['digits']} =\"")
+    (work / "env.py").write_text(source + REMEMBERS)
+    begins = {} if start_memory is None else {"start_memory": start_memory}
+    found = document(episodic_memory=True, turn_seconds=3, max_attempts=8, **begins)
+    return found | {"algorithm": found["algorithm"] | algorithm}
+
+
+def memories() -> list[tuple[int, ContentId]]:
+    """Iteration and id of each memory that is stored, the first one first."""
+    found = SnapshotStore(objects()).list(kind="episodic_memory")
+    return sorted((snapshot.step, snapshot.id) for snapshot in found)
+
+
+def begun_with(work: Path) -> list[int]:
+    """How many notes each episode was given, in no order."""
+    file = work / "episodes.jsonl.memory"
+    found = sorted(len(json.loads(line)) for line in file.read_text().splitlines())
+    file.unlink()
+    return found
+
+
+def test_an_environment_remembers_and_crashes_change_no_memory(
+    prefect_server: str, work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.train import train_grpo
+
+    (work / "faults").mkdir()
+    monkeypatch.setenv("FAULTS", str(work / "faults"))
+    config = parse_config(remembers(work), TrainGRPOConfig)
+    model = train_grpo(config)["model"]
+    assert set(begun_with(work)) == {0, 12} and list((work / "faults").iterdir())
+    [(_, first), (_, second)] = disturbed = memories()
+    notes = json.loads(read_memory(objects(), second))
+    assert len(notes) == 24 and json.loads(read_memory(objects(), first)) == notes[:12]
+    assert train_grpo(config)["model"] == model and not (work / "episodes.jsonl.memory").exists()
+    monkeypatch.delenv("FAULTS")
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{work / 'undisturbed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{work / 'undisturbed.db'}")
+    assert train_grpo(config)["model"] == model
+    assert memories() == disturbed and begun_with(work) == [0] * 12 + [12] * 12
+
+
+def test_another_run_begins_with_a_memory(prefect_server: str, work: Path):
+    from flows.train import train_grpo
+
+    whole = train_grpo(parse_config(remembers(work), TrainGRPOConfig))
+    assert begun_with(work) == [0] * 12 + [12] * 12
+    forked = SnapshotStore(objects()).fork(memories()[0][1], "another")
+    other = {**remembers(work, start_memory=forked.id[:12], iterations=1), "run": {"name": "another"}}
+    found = train_grpo(parse_config(other, TrainGRPOConfig))
+    assert begun_with(work) == [12] * 12 and found["model"] != whole["model"]
+    [state, *_] = SnapshotStore(objects()).list(kind="train_state")
+    wrong = {**other, "environment": {**other["environment"], "start_memory": state.id[:12]}}
+    with pytest.raises(ConfigError, match="is a train_state; expected an episodic_memory"):
+        train_grpo(parse_config(wrong, TrainGRPOConfig))
 
 
 def test_a_night_in_an_environment_is_evaluated_and_promoted(prefect_server: str, work: Path):

@@ -37,6 +37,15 @@ AGENTS = {
         "    def step(self, message):\n        return None\n\n"
         "    def reward(self):\n        return 1.0\n"
     ),
+    "examples/environments/notebook.py": (
+        "class Notebook:\n"
+        "    def load_memory(self, memory):\n        self.memory = memory\n\n"
+        "    def reset(self, row, seed):\n        return str(row)\n\n"
+        "    def step(self, message):\n        return None\n\n"
+        "    def reward(self):\n        return 1.0\n\n"
+        "    def save_memory(self):\n        return None\n\n"
+        "    def merge_memory(self, memory, notes):\n        return notes\n"
+    ),
     "examples/suites/arithmetic.toml": (
         'name = "arithmetic"\nrows = { path = "data/example/held-out.jsonl" }\nsamples = 2\n'
         'prompt = { text = "{{ prompt }}" }\nsampling = { temperature = 0.7, max_tokens = 8 }\n'

@@ -65,6 +65,7 @@ AWAY = {"kind": "endpoint", "url": "http://127.0.0.1:9/v1", "model": "served", "
 INSPECT = {"kind": "inspect", "name": "theirs", "tasks": ["sorting.py"], "generate_config": {"max_tokens": 8}}
 LM_EVAL = {"kind": "lm_eval", "name": "theirs", "tasks": ["sorting.yaml"]}
 ENVIRONMENT = {"path": "examples/environments/lookup.py:Lookup", "tools": [{"kind": "files"}]}
+REMEMBERS = {"path": "examples/environments/notebook.py:Notebook", "episodic_memory": True}
 FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "eval-tiny, tasks of lm_eval": ("eval-tiny", {"suites": [LM_EVAL]}),
     "eval-tiny, tasks of inspect_ai": ("eval-tiny", {"suites": [INSPECT]}),
@@ -144,6 +145,10 @@ FURTHER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "nightly-tiny, in a plugin's environment": (
         "nightly-tiny",
         {"reward": None, "environment": {"kind": "plugin", "name": "letters"}, "model.uri": "data/agents/model"},
+    ),
+    "nightly-tiny, in an environment with a memory": (
+        "nightly-tiny",
+        {"reward": None, "environment": REMEMBERS, "model.uri": "data/agents/model"},
     ),
     "nightly-tiny, a base in bfloat16": ("nightly-tiny", {"model.uri": "data/example/half"}),
     "nightly-tiny, DPO": ("nightly-tiny", {"ppo": None, "dpo": PAIRS}),

@@ -276,7 +276,7 @@ def test_an_engine_of_one_thread_is_bound_to_no_core(monkeypatch, cores, own, th
     from rollout_core.config import VLLMBackend, inference
     from rollout_core.inference.vllm_backend import BINDING, THREADS, _environment
 
-    monkeypatch.setattr(inference, "usable_cores", lambda: cores)
+    monkeypatch.setattr(inference, "bound_cores", lambda: cores)
     for name in (BINDING, THREADS):
         monkeypatch.delenv(name, raising=False)
     if own is not None:

@@ -409,6 +409,11 @@ def test_the_commands(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.
     )
     assert (done["states"], done["states_kept"]) == (3, 1)
     assert run("snapshot", "restore", first, str(tmp_path / "restored"), *at).exit_code == 0
+    forked = run("snapshot", "restore", first, "--fork", "other", *at)
+    assert forked.exit_code == 0 and json.loads(forked.stdout)["run_id"] == "other"
+    assert run("snapshot", "restore", first, *at).exit_code == 2
+    assert run("snapshot", "restore", first, str(tmp_path / "both"), "--fork", "another", *at).exit_code == 2
+    assert run("snapshot", "prune", "--run-id", "other", "--keep-last", "0", "--drop-labelled", *at).exit_code == 0
     assert (tmp_path / "restored" / "optimizer").read_bytes() == weights("moments night 0")
     assert run("snapshot", "export", first, str(tmp_path / "file.tar"), *at).exit_code == 0
     assert blake3((tmp_path / "file.tar").read_bytes()).hexdigest() == first

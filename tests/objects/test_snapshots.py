@@ -401,6 +401,35 @@ def test_an_age_protects_the_young_and_condemns_nobody(
     assert [s.step for s in snapshots.list()] == [3]
 
 
+def test_the_newest_of_each_kind_are_kept(snapshots: SnapshotStore, state: Path, tmp_path: Path) -> None:
+    states = save_steps(snapshots, state, 3)
+    memory = write(tmp_path / "memory", {"memory.json": b"[]"})
+    saved = snapshots.save(memory, kind="episodic_memory", run_id="run", step=3, algorithm="grpo")
+    assert [s.id for s in snapshots.prune("run", keep_last=1)] == [states[1].id, states[0].id]
+    assert {s.id for s in snapshots.list()} == {states[2].id, saved.id}
+
+
+def test_a_snapshot_is_forked_into_another_run_and_outlives_the_first(
+    snapshots: SnapshotStore, objects: ObjectStore, state: Path, tmp_path: Path
+) -> None:
+    about = {"run_id": "1", "step": 4, "algorithm": "sft", "meta": {"run": "monday"}}
+    saved = snapshots.set_label(snapshots.save(state, **about).id, "monday/sft", by_stage=True)
+    forked = snapshots.fork(saved.id, "tuesday")
+    assert (forked.id, forked.run_id, forked.runs, forked.label) == (saved.id, "tuesday", {"tuesday"}, "finished")
+    assert forked.meta["forked_from"] == "1" and not forked.is_kept_by_label
+    assert find_start(objects, "latest", algorithm="sft", run_name="tuesday") == forked
+    snapshots.drop_name(saved, "1")
+    collect(snapshots)
+    assert snapshots.list() == [forked]
+    snapshots.restore(saved.id, tmp_path / "restored")
+    assert read(tmp_path / "restored") == read(state)
+    for run in ("tuesday", "a/b"):
+        with pytest.raises(ConfigError, match=r"has snapshot|cannot name a snapshot"):
+            snapshots.fork(saved.id, run)
+    with pytest.raises(NotFound):
+        snapshots.fork(NOTHING, "wednesday")
+
+
 # Garbage collection
 
 

@@ -16,6 +16,7 @@ from deployments.cli.doctor import SECTIONS
 from deployments.probes import Check, Database, Level, Server, Storage
 from deployments.status import Deployment, Run, Status
 from tests.operations.own_server import OwnServer, own_server, rollout, stranger
+from tests.operations.test_drain import cloud_at
 
 NIGHTLY = {"cron": "0 2 * * *", "timezone": "UTC"}
 
@@ -107,6 +108,23 @@ def test_what_needs_no_server_is_checked_without_one(tmp_path: Path):
     assert done.returncode == 1
     assert [checks[name]["level"] for name in ("python", "server", "storage")] == ["ok", "fail", "fail"]
     assert "automations" not in checks and "clock" not in checks
+
+
+def test_the_inventory_of_this_machine_is_a_line_and_json_and_a_notice_fails(tmp_path: Path):
+    storage = {"ROLLOUT_STORAGE": f"file://{tmp_path / 'objects'}"}
+    with cloud_at() as (cloud, host):
+        services = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{host}"}
+        done = rollout(tmp_path, "doctor", "machine", "--json", **storage, **services)
+        checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+        found = checks["inventory"]["data"]
+        assert found["spot"] == {"cloud": "aws", "machine_type": "m7i.2xlarge", "notice": None, "seconds_left": None}
+        assert found["disks"]["objects"]["path"] == str(tmp_path / "objects")
+        assert checks["inventory"]["got"].startswith("m7i.2xlarge: ") and "GiB of memory" in checks["inventory"]["got"]
+        assert (checks["spot"]["level"], checks["spot"]["got"]) == ("ok", "aws: no notice")
+        cloud.take_back(100.0)
+        done = rollout(tmp_path, "doctor", "machine", **storage, **services)
+    assert done.returncode == 1
+    assert "fail  spot" in done.stdout and "AWS will terminate this machine" in done.stdout
 
 
 def test_a_servers_clock_that_is_wrong_is_told_and_a_stranger_is_no_prefect_server(tmp_path: Path):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,16 @@ import psutil
 import pytest
 
 from deployments.cli.worker import EXIT_DRAINED
-from deployments.spot import AWSMetadata, GCEMetadata, SpotWatch, machine_type, metadata
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.spot import (
+    AWSMetadata,
+    AzureMetadata,
+    GCEMetadata,
+    SpotWatch,
+    look_at_spot,
+    machine_type,
+    metadata,
+)
 from rollout_core.objects.object_store import ObjectStore
 from rollout_core.objects.snapshots import SnapshotStore
 from tasks.runtime.flow_run import HANDED_BACK
@@ -79,6 +88,10 @@ class Cloud:
             return 404, "", {}
         if path == "/computeMetadata/v1/instance/machine-type" and headers.get("Metadata-Flavor") == "Google":
             return 200, "projects/12345/machineTypes/n2-standard-8", {}
+        if path.startswith("/metadata/"):
+            if headers.get("Metadata") != "true" or "api-version" not in query:
+                return 400, "", {}
+            return 200, self.azure(path.removeprefix("/metadata/")), {}
         if path == "/computeMetadata/v1/instance/preempted":
             if headers.get("Metadata-Flavor") != "Google":
                 return 403, "", {}
@@ -88,6 +101,21 @@ class Cloud:
             value = "TRUE" if self.end is not None else "FALSE"
             return 200, value, {"Metadata-Flavor": "Google", "ETag": value.lower()}
         return 404, "", {}
+
+    def azure(self, path: str) -> str:
+        if path == "instance/compute/name":
+            return "scale-set_7"
+        if path == "instance/compute/vmSize":
+            return "Standard_NC24ads_A100_v4"
+        preempt = {"EventId": "1", "EventType": "Preempt", "ResourceType": "VirtualMachine", "EventStatus": "Scheduled"}
+        others = [{**preempt, "Resources": ["scale-set_8"], "NotBefore": ""}]
+        others += [{**preempt, "EventType": "Freeze", "Resources": ["scale-set_7"], "NotBefore": ""}]
+        ours = [] if self.end is None else [{**preempt, "Resources": ["scale-set_7"], "NotBefore": self.azure_time}]
+        return json.dumps({"DocumentIncarnation": 2, "Events": [*others, *ours]})
+
+    @property
+    def azure_time(self) -> str:
+        return "" if self.end is None else format_datetime(self.end, usegmt=True)
 
 
 @contextmanager
@@ -125,6 +153,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     with cloud_at() as (found, host):
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{host}")
         monkeypatch.setenv("GCE_METADATA_HOST", host)
+        monkeypatch.setenv("AZURE_POD_IDENTITY_AUTHORITY_HOST", f"http://{host}")
         yield found
 
 
@@ -460,6 +489,7 @@ def test_a_wrong_clock_makes_the_time_no_longer_than_the_cloud_gives_and_leaves_
 def test_the_cloud_names_the_kind_of_its_machine(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
     assert machine_type(AWSMetadata()) == "m7i.2xlarge"
     assert machine_type(GCEMetadata()) == "n2-standard-8"
+    assert machine_type(AzureMetadata()) == "Standard_NC24ads_A100_v4"
     with cloud_at() as (_, host):
         pass  # nobody listens there any more
     monkeypatch.setenv("GCE_METADATA_HOST", host)
@@ -467,7 +497,7 @@ def test_the_cloud_names_the_kind_of_its_machine(cloud: Cloud, monkeypatch: pyte
 
 
 def test_a_silent_service_is_told_once_and_when_it_answers_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("deployments.spot.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("rollout_core.base.spot.POLL_SECONDS", 0.1)
     said: list[str] = []
     with cloud_at() as (_, host):
         monkeypatch.setenv("GCE_METADATA_HOST", host)
@@ -489,10 +519,29 @@ def test_no_cloud_is_an_error_only_where_it_was_named(monkeypatch: pytest.Monkey
         pass  # nobody listens there any more
     monkeypatch.setenv("GCE_METADATA_HOST", host)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{host}")
+    monkeypatch.setenv("AZURE_POD_IDENTITY_AUTHORITY_HOST", f"http://{host}")
     assert metadata("none") is metadata("auto") is None
-    for kind in ("aws", "gce"):
+    for kind in ("aws", "gce", "azure"):
         with pytest.raises(ConfigError, match=f"--spot {kind}: the metadata service does not answer"):
             metadata(kind)
     with cloud_at() as (_, host):
         monkeypatch.setenv("GCE_METADATA_HOST", host)
         assert isinstance(metadata("auto"), GCEMetadata)
+    with cloud_at() as (_, host):
+        monkeypatch.setenv("AZURE_POD_IDENTITY_AUTHORITY_HOST", f"http://{host}")
+        assert isinstance(metadata("auto"), AzureMetadata)
+
+
+def test_an_event_of_azure_counts_where_it_evicts_this_machine(cloud: Cloud):
+    service = AzureMetadata()
+    assert service.notice(wait=False) is None, "another machine of the set, and what only pauses this one"
+    cloud.take_back(600.0)
+    notice = service.notice(wait=True)
+    assert notice is not None and 20.0 < notice.seconds_left <= 30.0
+    found = look_at_spot(service)
+    assert (found.cloud, found.machine_type, found.notice) == (
+        "azure", "Standard_NC24ads_A100_v4", "Azure evicts this machine",
+    )  # fmt: skip
+    assert found.seconds_left is not None and found.seconds_left <= 30.0
+    cloud.end = None
+    assert look_at_spot(service).notice is None

@@ -203,6 +203,9 @@ def test_a_night_is_told_and_served_and_the_dashboard_asks_for_nothing_else(
     topics = [event.topic for event in told]
     assert topics[0] == "run_start" and topics[-1] == "run_done"
     assert len({event.flow_run for event in told}) == 1 and told[0].flow_run
+    inventory = told[1]
+    assert isinstance(inventory, events.Inventory) and inventory.machine.memory_bytes > 0
+    assert "temporary" in inventory.machine.disks and inventory.machine.spot is None
     steps = [(event.algorithm, event.step) for event in told if isinstance(event, events.TrainStep)]
     assert steps[:3] == [("sft", 1), ("sft", 2), ("sft", 3)] and {name for name, _ in steps[3:]} == {"ppo"}
     assert topics.count("train_start") == topics.count("train_end") == 2

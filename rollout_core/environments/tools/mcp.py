@@ -243,7 +243,9 @@ class McpFunction:
         self.schema: Mapping[str, Any] = {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        return await self._server.call(self._tool["name"], checked_by_schema(self._tool["parameters"], arguments))
+        return await self._server.call(
+            self._tool["name"], checked_by_schema(self.name, self._tool["parameters"], arguments)
+        )
 
     async def close(self) -> None:
         await self._server.close()

@@ -206,13 +206,13 @@ def _kept_states(newest_first: Iterable[Snapshot], rules: Retention, now: float)
     all runs that trained it, or found it trained."""
     kept: set[str] = set()
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
-    runs: set[str] = set()
+    runs: set[tuple[str, str]] = set()
     for state in newest_first:
         groups = [(name, state.algorithm, state.kind) for name in state.runs or {state.run_id}]
         for group in groups:
             counts[group] += 1
-        is_last = state.run_id not in runs
-        runs.add(state.run_id)
+        is_last = (state.run_id, state.kind) not in runs
+        runs.add((state.run_id, state.kind))
         is_late = now - state.created_at.timestamp() < rules.state_days * _DAY
         if any(counts[group] <= rules.keep_states for group in groups) or (is_last and is_late):
             kept.add(state.ref)

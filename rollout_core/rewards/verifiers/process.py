@@ -8,7 +8,6 @@ not hear.
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from pydantic import TypeAdapter
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, in_words, near
 from rollout_core.base.ids import ContentId
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
+from rollout_core.base.machine import usable_cores
 from rollout_core.base.processes import Limits
 from rollout_core.config.verifiers import SqlReward, TextReward, Verified
 from rollout_core.objects.trees import hash_file
@@ -68,7 +68,7 @@ class VerifierProcesses:
                 prepare=self._load,
                 prepare_seconds=max(spec.timeout_seconds, LOADING_SECONDS),
             )
-            for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
+            for _ in range(min(MAX_PROCESSES, usable_cores()))
         ]
         self._children[0].start()
 

@@ -11,12 +11,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from sortedcontainers import SortedSet
 
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.machine import machine_memory
 from rollout_core.store.lifecycle import due_time, is_watched
 from rollout_core.store.memory.collection import Collection, KeyValue, LightningCollections, Queue
 from rollout_core.store.memory.collection_based import CollectionBasedLightningStore
@@ -267,7 +267,7 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(InMemoryLightningCollections(), scan_debounce_seconds=scan_debounce_seconds, clock=clock)
-        self._capacity = memory_capacity()
+        self._capacity = machine_memory()[1]
         eviction = 0.7 if eviction_memory_threshold is None else eviction_memory_threshold
         self._eviction_bytes = _bytes_of(eviction, self._capacity, "eviction_memory_threshold")
         if safe_memory_threshold is None:
@@ -379,16 +379,6 @@ def estimate_span_size(span: Span) -> int:
     """About how many bytes of memory a span takes as it is kept, its body as text."""
     body = unread_body(span)
     return SPAN_BYTES + sys.getsizeof(span.model_dump_json() if body is None else body)
-
-
-def memory_capacity() -> int:
-    """Bytes of memory this process may use: the machine's, or the limit of its container if that is less."""
-    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return capacity
-    return min(capacity, int(limit)) if limit.isdigit() else capacity
 
 
 def _bytes_of(threshold: float | int, capacity: int, name: str) -> int:

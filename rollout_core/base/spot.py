@@ -4,9 +4,11 @@ AWS: a token by IMDSv2, then ``spot/instance-action``, which is there from two m
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 Google Cloud: ``instance/preempted``, which becomes TRUE thirty seconds before the end; the request waits for that.
 https://cloud.google.com/compute/docs/instances/create-use-preemptible
+Azure: scheduled events, of which one of type Preempt names this machine from thirty seconds before the end.
+https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
-Both are asked at the address that the clouds' own libraries use, which the environment variables
-AWS_EC2_METADATA_SERVICE_ENDPOINT and GCE_METADATA_HOST change.
+They are asked at the address that the clouds' own libraries use, which the environment variables
+AWS_EC2_METADATA_SERVICE_ENDPOINT, GCE_METADATA_HOST and AZURE_POD_IDENTITY_AUTHORITY_HOST change.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Literal
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.machine import Spot
 
-Kind = Literal["aws", "gce", "auto", "none"]
-LEAD_SECONDS = {"aws": 120.0, "gce": 30.0}
+Kind = Literal["aws", "gce", "azure", "auto", "none"]
+LEAD_SECONDS = {"aws": 120.0, "gce": 30.0, "azure": 30.0}
 """From a notice to the end of the machine."""
 LEAST_SECONDS = 30.0
 """Taken for what is left where this machine's clock says less: to be cut off amid a snapshot is no worse than to be
@@ -37,6 +42,8 @@ POLL_SECONDS = 2.0
 CHANGE_SECONDS = 60
 """For which one request to Google's service waits for a change."""
 REQUEST_SECONDS = 2.0
+ENABLING_SECONDS = 150.0
+"""For the first answer of Azure's scheduled events: the question switches them on, which takes up to two minutes."""
 _TOKEN_SECONDS = 21_600
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Metadata never comes by way of a proxy."""
@@ -153,6 +160,43 @@ class GCEMetadata(Metadata):
         return path.strip().rpartition("/")[2] or None
 
 
+class AzureMetadata(Metadata):
+    """Of a virtual machine of Azure. Events are of a whole scale set, so they count where they name this machine."""
+
+    kind = "azure"
+
+    def __init__(self) -> None:
+        host = os.environ.get("AZURE_POD_IDENTITY_AUTHORITY_HOST") or "http://169.254.169.254"
+        self._metadata = f"{host.rstrip('/')}/metadata"
+        self._name = ""
+
+    def notice(self, *, wait: bool) -> Notice | None:
+        name = self._name = self._name or self._compute("name")
+        try:
+            text = self._read("scheduledevents?api-version=2020-07-01", ENABLING_SECONDS if wait else REQUEST_SECONDS)
+        except TimeoutError:
+            if wait:
+                raise
+            return None  # the machine's first question of this kind, which `SpotWatch` waits for
+        events = json.loads(text)["Events"]
+        ours = [event for event in events if event["EventType"] == "Preempt" and name in event["Resources"]]
+        if not ours:
+            return None
+        left = LEAST_SECONDS
+        if ours[0].get("NotBefore"):  # empty once it has begun
+            left = (parsedate_to_datetime(ours[0]["NotBefore"]) - datetime.now(UTC)).total_seconds()
+        return Notice("Azure evicts this machine", min(max(left, LEAST_SECONDS), LEAD_SECONDS["azure"]))
+
+    def machine_type(self) -> str | None:
+        return self._compute("vmSize") or None
+
+    def _compute(self, name: str) -> str:
+        return self._read(f"instance/compute/{name}?api-version=2021-02-01&format=text").strip()
+
+    def _read(self, path: str, timeout: float = REQUEST_SECONDS) -> str:
+        return _ask(f"{self._metadata}/{path}", {"Metadata": "true"}, timeout=timeout)[0]
+
+
 def _ask(
     url: str, headers: dict[str, str], *, method: str = "GET", timeout: float = REQUEST_SECONDS
 ) -> tuple[str, dict[str, str]]:
@@ -168,23 +212,28 @@ def metadata(kind: Kind) -> Metadata | None:
     """
     if kind == "none":
         return None
-    for service in (AWSMetadata(), GCEMetadata()):
-        if kind not in ("auto", service.kind):
-            continue
-        try:
-            service.notice(wait=False)
-        except _NO_ANSWER as error:
-            if kind != "auto":
-                raise ConfigError(
-                    f"--spot {kind}: the metadata service does not answer as that of {kind} ({error}); on another "
-                    "machine leave the option out. In a container on AWS it needs HttpPutResponseHopLimit=2"
-                ) from error
-        else:
-            return service
+    services = [each for each in (AWSMetadata(), GCEMetadata(), AzureMetadata()) if kind in ("auto", each.kind)]
+    with ThreadPoolExecutor(len(services), "rollout-metadata") as pool:
+        troubles = list(pool.map(_trouble, services))
+    found = next((service for service, trouble in zip(services, troubles, strict=True) if trouble is None), None)
+    if found is None and kind != "auto":
+        raise ConfigError(
+            f"--spot {kind}: the metadata service does not answer as that of {kind} ({troubles[0]}); on another "
+            "machine leave the option out. In a container on AWS it needs HttpPutResponseHopLimit=2"
+        ) from troubles[0]
+    return found
+
+
+def _trouble(service: Metadata) -> Exception | None:
+    """Why a service does not answer as it should; None where it does."""
+    try:
+        service.notice(wait=False)
+    except NO_ANSWER as error:
+        return error
     return None
 
 
-_NO_ANSWER = (OSError, HTTPException, ValueError, KeyError, TypeError)
+NO_ANSWER = (OSError, HTTPException, ValueError, KeyError, TypeError)
 """What comes of a metadata service that is away, breaks off, or answers with something else."""
 
 
@@ -192,8 +241,15 @@ def machine_type(service: Metadata) -> str | None:
     """As `Metadata.machine_type`; None also where the service does not answer that."""
     try:
         return service.machine_type()
-    except _NO_ANSWER:
+    except NO_ANSWER:
         return None
+
+
+def look_at_spot(service: Metadata) -> Spot:
+    """What the service says now, as an inventory has it. Raises what `Metadata.notice` does."""
+    notice = service.notice(wait=False)
+    said = (None, None) if notice is None else (notice.reason, round(notice.seconds_left, 1))
+    return Spot(service.kind, machine_type(service), *said)
 
 
 class SpotWatch:
@@ -227,7 +283,7 @@ class SpotWatch:
             if not self._advised and (advice := self._service.advice()) is not None:
                 self._advised = True
                 self._say(advice)
-        except _NO_ANSWER as error:
+        except NO_ANSWER as error:
             if self._trouble is None:
                 self._say(f"the metadata service of {self._service.kind} does not answer ({error}); notices are unseen")
             self._trouble = str(error)
