@@ -24,6 +24,7 @@ from rollout_core.base.socket_paths import short_address
 from rollout_core.base.stopping import in_thread
 from rollout_core.config.base import EnvironmentRows
 from rollout_core.config.environments import EnvironmentConfig
+from rollout_core.environments.adapters import handler_of, host_keys
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.protocol import EnvironmentFailed
 
@@ -54,6 +55,8 @@ class Offer:
     """As OpenAI's API describes them."""
     has_step: bool
     has_turn_reward: bool = False
+    has_call_tools: bool = False
+    """Whether it takes answers with tool calls as they are."""
     note: str | None = None
     """What its author may not have meant."""
 
@@ -84,7 +87,15 @@ def _asked(code: EnvironmentCode, settings: EnvironmentConfig, given: dict[str, 
 
 def _child(code: EnvironmentCode, settings: EnvironmentConfig) -> Child:
     name = code.path
-    return Child(HANDLER, settings.limits(), on_line=lambda line: log.info("environment %s: %s", name, line))
+    handler, python = handler_of(settings, _folder(code)) or (HANDLER, None)
+    return Child(
+        handler, settings.limits(), python=python, on_line=lambda line: log.info("environment %s: %s", name, line)
+    )
+
+
+def _folder(code: EnvironmentCode) -> Path:
+    """The working folder that it was read in."""
+    return Path(code.code.folders[0]) if code.code.folders else Path()
 
 
 def _given(
@@ -97,7 +108,8 @@ def _given(
     return {
         "code": code.code.document(),
         "name": code.path,
-        "config": settings.arguments,
+        "config": host_keys(settings, _folder(code)),
+        "expected": None if code.adapted is None else code.adapted.get("hosted"),
         "rows": rows,
         # Methods that are given up keep their threads for as long as they like.
         "threads": 2 * settings.episodes_at_once + 8,

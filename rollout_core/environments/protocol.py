@@ -22,6 +22,9 @@
         def reward(self):                        # of the whole: a number, or several by name
             return 1.0
 
+        def call_tools(self, message):           # optional: what follows an answer with tool calls, in place of
+            ...                                  # having tools called one by one
+
         def close(self):                         # optional
             ...
 
@@ -40,18 +43,17 @@ that is played again gets it again.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from rollout_core.base.errors import Fatal
 from rollout_core.environments.tools.results import ToolError
 
-RESERVED = ("reset", "step", "turn_reward", "reward", "close", "further_tools", "make_rows")
+RESERVED = ("reset", "step", "call_tools", "turn_reward", "reward", "close", "further_tools", "make_rows")
 """Methods that are no tools."""
 MOST_FAULTS = 5
 """Of arguments that one message names."""
@@ -148,10 +150,20 @@ def _message(message: Any, what: str) -> dict[str, Any]:
     found = {str(name): value for name, value in message.items()}
     found["content"] = clean_text(found["content"])
     try:
-        orjson.dumps(found)  # as it is stored
-    except TypeError as error:
+        _as_stored(found)
+    except (TypeError, ValueError) as error:
         raise EnvironmentFailed(f"{what} gave a message that JSON cannot hold: {error}") from None
     return found
+
+
+def _as_stored(message: Any) -> None:
+    """Raise TypeError or ValueError for what cannot be stored."""
+    try:
+        import orjson
+    except ImportError:  # in an interpreter of another project's environment
+        json.dumps(message, ensure_ascii=False).encode()
+    else:
+        orjson.dumps(message)
 
 
 def clean_text(text: str) -> str:

@@ -18,7 +18,7 @@ from rollout_core.agents.adapters.ended import EndedRollout, ended_rollouts, loo
 from rollout_core.agents.adapters.span_samples import adapt_ended
 from rollout_core.base.ids import content_id
 from rollout_core.config import SamplingParams
-from rollout_core.config.environments import PythonEnvironment
+from rollout_core.config.environments import AnyEnvironment, PythonEnvironment
 from rollout_core.data.samples import Completion
 from rollout_core.data.turn_ends import all_ends
 from rollout_core.environments.code import EnvironmentCode
@@ -120,11 +120,12 @@ class Scene:
         worker: str = "w",
         looked_at: bool = True,
         mode: RolloutMode = "train",
+        environment: AnyEnvironment | None = None,
         **settings: Any,
     ) -> Tally:
         """What came of episodes of these rows, ``group`` of each. Unless it is ``looked_at``, no object is made before,
         and the environment has a step and no tools."""
-        environment = PythonEnvironment(path="env.py:Env", **settings)
+        environment = environment or PythonEnvironment(path="env.py:Env", **settings)
         code = await asyncio.to_thread(EnvironmentCode.of, environment, self.folder)
         async with SqlLightningStore.from_url(self.database) as store:
             tally, work = await play_episodes(
