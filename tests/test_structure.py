@@ -42,6 +42,7 @@ INSIDE_FUNCTIONS = {
     "tasks.runtime.dask.placed_stages": "Dask is an extra",
     "rollout_core.agents.runner_fleet": "Dask is an extra",
     "rollout_core.base.isolation.warden": "a child that meets no error starts without it",
+    "rollout_core.environments.protocol": "a Python of another project, which hosts its environment, has no blake3",
     "rollout_core.environments.tools.mcp": "imports mcp, an extra, where there is such a tool",
     "rollout_core.inference.engine_process": "imports vLLM, in the engine's own process only",
     "rollout_core.inference.engines": "each backend has libraries of its own, some of them extras",

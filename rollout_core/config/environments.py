@@ -221,6 +221,54 @@ class PluginEnvironment(PluginUse, EnvironmentConfig):
         return PluginUse.model_fields
 
 
+class VerifiersEnvironment(AdaptedEnvironment):
+    """An environment of verifiers, which its package makes by ``load_environment``."""
+
+    kind: Literal["verifiers"]
+    name: str = Field(pattern=r"^[A-Za-z0-9._/-]+$")
+    """Of the environment, such as ``gsm8k``: its package is a module of this name, with ``_`` for ``-``."""
+    config: dict[str, Any] = Field(default={})
+    """Keyword arguments of its ``load_environment``."""
+    path: str | None = Field(default=None, min_length=1)
+    """Folder that the module lies in, where it is not installed; relative to the working folder."""
+    python: str | None = Field(default=None, min_length=1)
+    """Interpreter that has verifiers, from 3.11 on, such as that of a virtual environment of its own; a relative path
+    starts at the working folder. Default: the one that runs this."""
+
+    @model_validator(mode="after")
+    def _calls_its_tools(self) -> VerifiersEnvironment:
+        if self.tools:
+            raise ValueError("tools: an environment of verifiers calls its tools itself, and takes no others")
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"verifiers {self.name}"
+
+
+class HarborEnvironment(AdaptedEnvironment):
+    """Tasks of Harbor and Terminal-Bench, which are refused with the reason."""
+
+    kind: Literal["harbor"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_played(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "harbor":
+            raise ValueError(
+                'kind = "harbor": a task of Harbor or Terminal-Bench is an image of Docker in which its agent and its '
+                "tests run, and no containers are started here, with Docker or without; run harbor itself on an "
+                "exported model, or write the task as a Python class whose tools are shell and files"
+            )
+        return given
+
+
 AnyEnvironment = (
-    PythonEnvironment | ReasoningGymEnvironment | OpenEnvEnvironment | TextArenaEnvironment | PluginEnvironment
+    PythonEnvironment
+    | ReasoningGymEnvironment
+    | OpenEnvEnvironment
+    | TextArenaEnvironment
+    | PluginEnvironment
+    | VerifiersEnvironment
+    | HarborEnvironment
 )

@@ -175,16 +175,20 @@ async def act(
     transcript.lines += [f"[{message['role']}] {message['content']}" for message in messages]
     for turn in range(settings.max_turns):
         message = answering(turn, messages)
-        following: list[dict[str, Any]] | None = []
-        is_done = False
-        for asked in message.get("tool_calls", ()):
-            name, began = asked["function"]["name"], time.monotonic()
-            found = await tools.call(name, asked["function"]["arguments"])
-            transcript.seconds[name] = max(time.monotonic() - began, transcript.seconds.get(name, 0.0))
-            following.append({"role": "tool", "name": name, "content": found["text"]})
-            is_done = is_done or found["done"]
-        if not message.get("tool_calls"):
-            following = await call("step", message) if offer.has_step else None
+        calls, is_done = message.get("tool_calls", ()), False
+        following: list[dict[str, Any]] | None = None
+        if calls and offer.has_call_tools:
+            following = await call("call_tools", {**message, "content": message["content"] or ""})
+        elif calls:
+            following = answers = []
+            for asked in calls:
+                name, began = asked["function"]["name"], time.monotonic()
+                found = await tools.call(name, asked["function"]["arguments"])
+                transcript.seconds[name] = max(time.monotonic() - began, transcript.seconds.get(name, 0.0))
+                answers.append({"role": "tool", "name": name, "content": found["text"]})
+                is_done = is_done or found["done"]
+        elif offer.has_step:
+            following = await call("step", message)
         transcript.lines += [f"[{said.get('name', said['role'])}] {said['content']}" for said in following or ()]
         if offer.has_turn_reward and (earned := await call("turn_reward")) is not None:
             transcript.lines.append(f"reward of turn {turn + 1}: {json.dumps(earned)}")

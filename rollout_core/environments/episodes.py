@@ -348,6 +348,14 @@ class Player:
     ) -> tuple[list[dict[str, Any]] | None, bool]:
         """What follows the model's message, and whether the episode is over."""
         calls = message.get("tool_calls")
+        if calls and self._offer.has_call_tools:
+            began = time.time()
+            following = await place.call("call_tools", {**message, "content": message["content"] or ""})
+            said = {each.get("tool_call_id"): each["content"] for each in following or () if each["role"] == "tool"}
+            for call in calls:
+                found = {"text": said.get(call["id"], ""), "is_error": False}
+                spans.tool(number, began, call["function"]["name"], call["function"]["arguments"], found)
+            return (None, True) if following is None else (self._in_known_roles(following), False)
         if calls:
             answers = []
             for call in calls:
@@ -371,6 +379,15 @@ class Player:
         return [
             {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
             for call, text in answers
+        ]
+
+    def _in_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of an environment, of which those of tools are the user's where the template knows no other."""
+        if self._settings.tool_role == "tool":
+            return messages
+        return [
+            {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
+            for message in messages
         ]
 
     async def _ask(

@@ -24,6 +24,7 @@ from rollout_core.base.socket_paths import short_address
 from rollout_core.base.stopping import in_thread
 from rollout_core.config.base import EnvironmentRows
 from rollout_core.config.environments import EnvironmentConfig, PluginEnvironment
+from rollout_core.environments.adapters import handler_of, host_keys
 from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.protocol import EnvironmentFailed, HostEnded
 from rollout_core.plugins.host import start_request
@@ -50,6 +51,8 @@ class Offer:
     """As OpenAI's API describes them."""
     has_step: bool
     has_turn_reward: bool = False
+    has_call_tools: bool = False
+    """Whether it takes answers with tool calls as they are."""
     note: str | None = None
     """What its author may not have meant."""
 
@@ -92,7 +95,8 @@ def _child(code: EnvironmentCode, settings: EnvironmentConfig, folder: Path) -> 
         log.info("environment %s: %s", name, line)
 
     if not isinstance(code.code, PluginCode):
-        return Child(HANDLER, limits, on_line=on_line)
+        handler, python = handler_of(settings, _folder(code)) or (HANDLER, None)
+        return Child(handler, limits, python=python, on_line=on_line)
     assert isinstance(settings, PluginEnvironment), "its code is a plugin's"
     plugin, config = code.code, settings.config
     own, memory_mib = plugin.manifest.limits, plugin.manifest.runtime.memory_mib
@@ -109,6 +113,12 @@ def _child(code: EnvironmentCode, settings: EnvironmentConfig, folder: Path) -> 
     return Child(PLUGIN_HANDLER, limits, on_line=on_line, prepare=prepare, prepare_seconds=own.start_seconds)
 
 
+def _folder(code: EnvironmentCode) -> Path:
+    """The working folder that a user's own code was read in."""
+    folders = () if isinstance(code.code, PluginCode) else code.code.folders
+    return Path(folders[0]) if folders else Path()
+
+
 def _given(
     code: EnvironmentCode,
     settings: EnvironmentConfig,
@@ -121,7 +131,8 @@ def _given(
     return {
         "code": None if isinstance(code.code, PluginCode) else code.code.document(),
         "name": code.path,
-        "config": settings.arguments,
+        "config": host_keys(settings, _folder(code)),
+        "expected": None if code.adapted is None else code.adapted.get("hosted"),
         "rows": rows,
         "memory": memory if settings.episodic_memory else None,
         "notes": notes,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from rollout_core.base.errors import ConfigError, Fatal, shown
-from rollout_core.environments.host_process import CLOSING_SECONDS, ONE_TURN, Serving, answer_calls
+from rollout_core.environments.host_process import maker
+from rollout_core.environments.object_host import CLOSING_SECONDS, ONE_TURN, Serving, answer
 from rollout_core.environments.protocol import (
     EnvironmentFailed,
     clean_text,
@@ -43,7 +44,7 @@ def handle(given: dict[str, Any], report: Callable[[int], None]) -> dict[str, An
             _plugin = load(**start)
         return {}
     if not isinstance(_plugin, _Program):
-        return answer_calls(given, _plugin, report, _answer_bytes)
+        return answer(given, maker(_plugin, given["name"], given["config"]), report, _answer_bytes)
     try:
         if given["memory"] is not None:
             raise ConfigError(f"plugin {_plugin.name} is a sidecar, which has no memory; leave out episodic_memory")

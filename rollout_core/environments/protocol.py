@@ -22,6 +22,9 @@
         def reward(self):                        # of the whole: a number, or several by name
             return 1.0
 
+        def call_tools(self, message):           # optional: what follows an answer with tool calls, in place of
+            ...                                  # having tools called one by one
+
         def close(self):                         # optional
             ...
 
@@ -50,19 +53,17 @@ that is played again gets it again.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, shown
-from rollout_core.base.ids import canonical_json
 from rollout_core.environments.tools.results import ToolError
 
-RESERVED = ("reset", "step", "turn_reward", "reward", "close", "further_tools", "make_rows")
+RESERVED = ("reset", "step", "call_tools", "turn_reward", "reward", "close", "further_tools", "make_rows")
 """Methods that are no tools."""
 MEMORY_METHODS = ("load_memory", "save_memory", "merge_memory")
 """Nor are these, where the settings say that an environment has a memory; else they are methods like others."""
@@ -207,8 +208,8 @@ def _message(message: Any, what: str) -> dict[str, Any]:
     found = {str(name): value for name, value in message.items()}
     found["content"] = clean_text(found["content"])
     try:
-        orjson.dumps(found)  # as it is stored
-    except TypeError as error:
+        _as_stored(found)
+    except (TypeError, ValueError) as error:
         raise EnvironmentFailed(f"{what} gave a message that JSON cannot hold: {error}") from None
     return found
 
@@ -222,10 +223,22 @@ def tool_text(found: Any) -> str:
     """What a tool gave, as the model reads it."""
     if isinstance(found, str):
         return found
+    import orjson
+
     try:
         return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:
         return str(found)
+
+
+def _as_stored(message: Any) -> None:
+    """Raise TypeError or ValueError for what cannot be stored."""
+    try:
+        import orjson
+    except ImportError:  # in an interpreter of another project's environment
+        json.dumps(message, ensure_ascii=False).encode()
+    else:
+        orjson.dumps(message)
 
 
 def clean_text(text: str) -> str:
@@ -256,12 +269,20 @@ def note_of(given: Any) -> str | None:
     if given is None:
         return None
     try:
-        text = canonical_json(given)
+        text = canonical(given)
     except ConfigError as error:
         raise EnvironmentFailed(f"save_memory gave what JSON cannot hold: {error}") from None
-    if len(text) > MOST_NOTE_BYTES:
-        raise EnvironmentFailed(f"save_memory gave {len(text)} bytes of JSON; expected at most {MOST_NOTE_BYTES}")
-    return text.decode()
+    if len(text.encode()) > MOST_NOTE_BYTES:
+        size = len(text.encode())
+        raise EnvironmentFailed(f"save_memory gave {size} bytes of JSON; expected at most {MOST_NOTE_BYTES}")
+    return text
+
+
+def canonical(given: Any) -> str:
+    """Canonical JSON. Raises ConfigError for what that cannot hold."""
+    from rollout_core.base.ids import canonical_json
+
+    return canonical_json(given).decode()
 
 
 def _number(given: Any, what: str) -> float:

@@ -99,6 +99,10 @@ def test_every_shipped_example_loads(name):
             {"environment": {"kind": "textarena", "gamee": "x"}},
             r"environment\.gamee: unknown key; did you mean 'game'\?",
         ),
+        (
+            {"environment": {"kind": "harbor", "dataset": "terminal-bench@2.0"}},
+            r'environment: kind = "harbor": a task of Harbor .* no containers are started here, .* run harbor itself',
+        ),
         ({"sft.optimizer.lr": 0}, r"sft\.optimizer\.lr: .*greater than 0; got 0"),
         ({"sft.optimizer.lr": float("nan")}, r"sft\.optimizer\.lr: "),
         ({"sft.minibatch_size": "many"}, r"sft\.minibatch_size: .*integer.*got 'many'"),

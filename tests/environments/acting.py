@@ -18,7 +18,7 @@ from rollout_core.agents.adapters.ended import EndedRollout, ended_rollouts, loo
 from rollout_core.agents.adapters.span_samples import adapt_ended
 from rollout_core.base.ids import content_id
 from rollout_core.config import SamplingParams
-from rollout_core.config.environments import PluginEnvironment, PythonEnvironment
+from rollout_core.config.environments import AnyEnvironment, PluginEnvironment, PythonEnvironment
 from rollout_core.data.samples import Completion
 from rollout_core.data.turn_ends import all_ends
 from rollout_core.environments.code import EnvironmentCode
@@ -121,14 +121,16 @@ class Scene:
         looked_at: bool = True,
         mode: RolloutMode = "train",
         plugin: str | None = None,
+        environment: AnyEnvironment | None = None,
         memory: str = NO_MEMORY,
         **settings: Any,
     ) -> Tally:
-        """What came of episodes of these rows, ``group`` of each, in the environment of the file or of a ``plugin``.
-        Unless it is ``looked_at``, no object is made before, and the environment has a step and no tools."""
-        if plugin is None:
+        """What came of episodes of these rows, ``group`` of each, in the environment of the file, of a ``plugin`` or
+        that is given. Unless it is ``looked_at``, no object is made before, and the environment has a step and no
+        tools."""
+        if environment is None and plugin is None:
             environment = PythonEnvironment(path="env.py:Env", **settings)
-        else:
+        elif environment is None:
             environment = PluginEnvironment(kind="plugin", name=plugin, **settings)
         code = await asyncio.to_thread(EnvironmentCode.of, environment, self.folder)
         async with SqlLightningStore.from_url(self.database) as store:

@@ -33,7 +33,7 @@ def write(path: str, text: str) -> str:
 
 
 @server.tool()
-def variable(which: str) -> str:
+def variable(which: str = os.environ.get("MCP_KEY", "PATH")) -> str:
     """What a variable of the environment holds."""
     return os.environ.get(which, "nothing")
 

@@ -257,7 +257,9 @@ async def test_secrets_are_variables_of_the_server_alone_and_hidden_in_answers(
     monkeypatch.setenv("ROLLOUT_SECRET_OTHER_KEY", "another-secret")
     monkeypatch.setenv("PLAIN", "plain")
     monkeypatch.setenv("UNNAMED", "unnamed")
-    async with box_of(counter(secrets=("MCP_KEY",), env=("PLAIN",)), tmp_path, counters_tools) as box:
+    spec = counter(secrets=("MCP_KEY",), env=("PLAIN",))
+    assert "a-secret-of-mine" not in json.dumps(await asyncio.to_thread(ask_servers, [spec], Path()))
+    async with box_of(spec, tmp_path, counters_tools) as box:
         found = [
             await said(box, "c_variable", which=name)
             for name in ("MCP_KEY", "PLAIN", "UNNAMED", "ROLLOUT_SECRET_OTHER_KEY", "ROLLOUT_SECRETS")

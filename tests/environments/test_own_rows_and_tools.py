@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from deployments.cli import app
 from rollout_core.base.errors import ConfigError
+from rollout_core.config import SamplingParams
 from rollout_core.config.base import EnvironmentRows
 from rollout_core.config.environments import PythonEnvironment
 from rollout_core.environments.code import EnvironmentCode
@@ -95,3 +98,56 @@ def test_rows_are_made_by_the_environment(tmp_path: Path):
     (tmp_path / "env.py").write_text(SERVED.replace("({", "(1 or {"))
     with pytest.raises(ConfigError, match="make_rows gave 1 for a row; expected a mapping"):
         rows_of(EnvironmentCode.of(environment, tmp_path), environment, EnvironmentRows(kind="environment"))
+
+
+CALLING = """
+from rollout_core.environments import Done, Tool
+
+class Env:
+    def reset(self, row, seed):
+        self.found = []
+        return row["question"]
+
+    def further_tools(self):
+        return [Tool("find", "Find.", {"type": "object"}, None)]
+
+    def call_tools(self, message):
+        calls = message["tool_calls"]
+        self.found += [call["function"]["arguments"] for call in calls]
+        if len(self.found) > 2:
+            return Done()
+        answers = [{"role": "tool", "content": f"no {n}", "tool_call_id": c["id"]} for n, c in enumerate(calls)]
+        return [*answers, {"role": "user", "content": "go on"}]
+
+    def reward(self):
+        return float(len(self.found))
+"""
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+async def test_an_environment_may_take_all_calls_of_an_answer_itself(scene: Scene, role: str):
+    scene.write(CALLING)
+    seen = []
+
+    def policy(text: str, seed: int) -> str:
+        seen.append(text)
+        return called("find", a=1) + called("find", a=2) if text.count("assistant: ") == 1 else called("find", a=3)
+
+    sampling = SamplingParams(max_tokens=400)
+    tally = await scene.play(scene.engine(policy), [{"question": "who?"}], tool_role=role, sampling=sampling)
+    assert dict(tally.endings) == {"done": 1}
+    shown = [line.removesuffix("<|endoftext|>") for line in seen[1].splitlines()]
+    assert shown[-4:-1] == [f"{role}: no 0", f"{role}: no 1", "user: go on"]
+    spans = await scene.spans({"question": "who?"})
+    outputs = [span.attributes.get("agentlightning.operation.output") for span in spans]
+    assert [output for output in outputs if output is not None] == ["no 0", "no 1", ""]
+    [ended] = await scene.ended([{"question": "who?"}])
+    assert ended.reward == 3.0
+
+
+def test_such_an_environment_is_checked_by_hand_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text(CALLING)
+    (tmp_path / "rows.jsonl").write_text('{"question": "who?"}\n')
+    result = CliRunner().invoke(app, ["env", "check", "env.py:Env", "--rows", "rows.jsonl", "--set", "max_turns=1"])
+    assert result.exit_code == 0 and "[tool] no 0" in result.output and "[user] go on" in result.output

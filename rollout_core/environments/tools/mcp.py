@@ -7,6 +7,7 @@ command names. An episode that calls one of its tools has a server, or a session
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +83,8 @@ async def _served(spec: McpTool, base: Path) -> dict[str, Any]:
         for tool in sorted(listed, key=lambda tool: tool.name)
         if spec.only is None or tool.name in spec.only
     ]
+    # They are stored with the run, and a default of an argument may be what a variable held.
+    tools = json.loads(_hidden(json.dumps(tools), _secrets(spec)))
     if not tools:
         raise ConfigError(f"{_title(spec)} has no tools; expected at least one")
     for tool in tools:

@@ -191,7 +191,11 @@ class ServerProcess:
                     await asyncio.to_thread(self._popen.wait, GRACE_SECONDS)
         finally:
             self._end()
-        await asyncio.to_thread(self._popen.wait, END_SECONDS)
+        try:
+            await asyncio.to_thread(self._popen.wait, END_SECONDS)
+        except subprocess.TimeoutExpired:  # the kernel ends the server when what holds it ends
+            self._popen.kill()
+            await asyncio.to_thread(self._popen.wait)
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
