@@ -90,6 +90,8 @@ class _First:
     """In a configuration, with ``NAME`` for the plugin's."""
     limit: str = "call_seconds"
     """Of the manifest of a sidecar."""
+    schema: str = _SCHEMA
+    """Of its configuration."""
     functions: str = ""
     """Of a sidecar, besides."""
 
@@ -187,6 +189,62 @@ def use(asked, word):
 """,
         usage='[[environment.tools]] with kind = "plugin", name = "NAME", config = {word = "four"}',
     ),
+    "tracker": _First(
+        doc="Writes figures to a file, a line of JSON for each step.",
+        module="""
+import json
+import os
+
+
+class Lines:
+    def __init__(self, file):
+        self.file = file
+
+    def open(self, series, title, run):  # the last step that is there already
+        if not os.path.exists(self.file):
+            return 0
+        with open(self.file) as file:
+            rows = [json.loads(line) for line in file]
+        return max((row["step"] for row in rows if row["series"] == series), default=0)
+
+    def log(self, series, step, figures):
+        with open(self.file, "a") as file:
+            file.write(json.dumps({"series": series, "step": step, "figures": figures}) + "\\n")
+
+
+def create_plugin(config):
+    return Lines(config["file"])
+""",
+        call="""\
+            result = track(payload, config["file"])
+""",
+        functions="""\
+def track(asked, name):
+    if asked["method"] == "log":
+        with open(name, "a") as file:
+            file.write(json.dumps({key: asked[key] for key in ("series", "step", "figures")}) + "\\n")
+        return {}
+    with open(name, "a+") as file:  # open: the last step that is there already
+        file.seek(0)
+        rows = [json.loads(line) for line in file]
+    return {"step": max((row["step"] for row in rows if row["series"] == asked["series"]), default=0)}
+
+
+""",
+        schema="""\
+{
+  "type": "object",
+  "properties": {"file": {"type": "string", "minLength": 1}},
+  "required": ["file"],
+  "additionalProperties": false
+}
+""",
+        cases="""\
+{"config": {"file": "figures.jsonl"}, "rows": [{"step": 1, "figures": {"loss": 0.5}}], "last_step": 1}
+{"config": {"file": "figures.jsonl"}, "rows": [], "last_step": 0}
+""",
+        usage='trackers = [{kind = "plugin", name = "NAME", config = {file = "/path/to/figures.jsonl"}}]',
+    ),
     "env-harness": _First(
         doc="Asks for the configured word, which a tool spells; 1 where it is said, in two answers at most.",
         module="""
@@ -278,7 +336,7 @@ def write_plugin(kind: str, name: str, folder: Path, mode: str = "in-process") -
     if folder.exists():
         raise ConfigError(f"{folder}: got a folder that is there already; expected a new one")
     known = KINDS[kind]
-    files = {"config.schema.json": _SCHEMA, TEST_CASES: _FIRST[known].cases, **_files(_FIRST[known], mode)}
+    files = {"config.schema.json": _FIRST[known].schema, TEST_CASES: _FIRST[known].cases, **_files(_FIRST[known], mode)}
     files[MANIFEST] = _HEAD.format(name=name, mode=mode, kind=known, trait=TRAITS[known][-1]) + files[MANIFEST]
     as_bytes = {path: text.encode() for path, text in files.items()}
     parse_manifest(as_bytes[MANIFEST], str(folder / MANIFEST), as_bytes)  # the name, before anything is written
