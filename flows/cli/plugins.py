@@ -23,6 +23,7 @@ from rollout_core.config.tools import PluginTools
 from rollout_core.data import plugin_rows
 from rollout_core.environments import plugin_cases
 from rollout_core.environments.tools import plugin_tools
+from rollout_core.plugins import secret_plugins
 from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS, Case, read_cases
 from rollout_core.plugins.discovery import Listed, list_plugins
 from rollout_core.plugins.host import PluginProcess
@@ -75,6 +76,7 @@ _KINDS = {
     "data-source": _Kind(_starts_by(plugin_rows.ADAPTER), plugin_rows.RowsCase, plugin_rows.failed_cases),
     "tool-harness": _Kind(_starts_tools, plugin_tools.ToolsCase, plugin_tools.failed_cases),
     "tracker": _Kind(plugin_tracker.start, plugin_tracker.TrackerCase, plugin_tracker.failed_cases),
+    "secret-source": _Kind(secret_plugins.start, secret_plugins.SecretCase, secret_plugins.failed_cases),
     "env-harness": _Kind(plugin_cases.start, plugin_cases.EpisodeCase, plugin_cases.failed_cases),
 }
 

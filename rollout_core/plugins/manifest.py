@@ -28,6 +28,7 @@ KINDS: Mapping[str, str] = {
     "env-harness": "env-harness",
     "tool-harness": "tool-harness",
     "tracker": "tracker",
+    "secret-source": "secret-source",
 }
 """Kinds that a plugin may have, each with the name that it is known by here."""
 KINDS_NOT_YET = (
@@ -37,7 +38,6 @@ KINDS_NOT_YET = (
     "queue",
     "object-store",
     "algorithm",
-    "secret-source",
     "notifier",
     "custom",
 )
@@ -47,6 +47,7 @@ TRAITS: Mapping[str, tuple[str, ...]] = {
     "env-harness": ("rollout_core::Plugin", "rollout_core::EnvHarness"),
     "tool-harness": ("rollout_core::Plugin", "rollout_core::ToolHarness"),
     "tracker": ("rollout_core::Plugin", "rollout_core::Tracker"),
+    "secret-source": ("rollout_core::Plugin", "rollout_core::SecretSource"),
 }
 """By kind, what ``trait_id`` may say."""
 _LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
@@ -56,6 +57,7 @@ _LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "tool-harness": {"batch_size": "a call is that of one tool"},
     "tracker": {"batch_size": "a call is about one step"},
+    "secret-source": {"batch_size": "a call is about one secret"},
 }
 """By kind, limits that would have no effect, and why."""
 _NATIVE = ("rust-cdylib", "cdylib")
@@ -167,7 +169,7 @@ class Manifest(Settings):
     """Its own version."""
     kind: Annotated[str, BeforeValidator(_of_a_kind)]
     """What it is: ``reward-model``, also called ``reward``, ``data-source``, ``env-harness``,
-    ``tool-harness`` or ``tracker``."""
+    ``tool-harness``, ``tracker`` or ``secret-source``."""
     trait_id: str
     """What it implements, such as ``rollout_core::RewardModel``."""
     mode: Annotated[Literal["in_process", "sidecar"], BeforeValidator(_a_mode)]

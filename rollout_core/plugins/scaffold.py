@@ -33,7 +33,7 @@ _PROGRAM = '''\
 """{doc} JSON in frames over a Unix socket."""
 
 import json
-import socket
+{imports}import socket
 import struct
 import sys
 
@@ -92,6 +92,8 @@ class _First:
     """Of the manifest of a sidecar."""
     schema: str = _SCHEMA
     """Of its configuration."""
+    imports: str = ""
+    """Of a sidecar, besides."""
     functions: str = ""
     """Of a sidecar, besides."""
 
@@ -245,6 +247,48 @@ def track(asked, name):
 """,
         usage='trackers = [{kind = "plugin", name = "NAME", config = {file = "/path/to/figures.jsonl"}}]',
     ),
+    "secret-source": _First(
+        doc="Secrets by name, from a file that only this user can read; no secret lies in the plugin itself.",
+        module="""
+import json
+from pathlib import Path
+
+FILE = Path.home() / ".rollout-secrets.json"
+
+
+def create_plugin(config):
+    def secret(name, id):  # None: there is none of this name
+        if not FILE.exists():
+            return None
+        if FILE.stat().st_mode & 0o077:
+            raise PermissionError(f"{FILE} can be read by others; chmod 600 it")
+        return json.loads(FILE.read_text()).get(id)
+
+    return secret
+""",
+        call="""\
+            result = {"value": secret(payload["id"])}
+""",
+        imports="import os\n",
+        functions="""\
+def secret(name):  # None: there is none of this name
+    path = os.path.expanduser("~/.rollout-secrets.json")
+    if not os.path.exists(path):
+        return None
+    if os.stat(path).st_mode & 0o077:
+        raise PermissionError(f"{path} can be read by others; chmod 600 it")
+    with open(path) as file:
+        return json.load(file).get(name)
+
+
+""",
+        schema='{"type": "object", "additionalProperties": false}\n',
+        cases="""\
+{"name": "NO_SECRET_OF_THIS_NAME", "value": null}
+{"name": "NEITHER_OF_THIS", "value": null}
+""",
+        usage="ROLLOUT_SECRETS_FROM=environment,plugin:NAME in the environment of the worker",
+    ),
     "env-harness": _First(
         doc="Asks for the configured word, which a tool spells; 1 where it is said, in two answers at most.",
         module="""
@@ -323,7 +367,7 @@ def _files(first: _First, mode: str) -> dict[str, str]:
     if mode == "in-process":
         return {MANIFEST: _IN_PROCESS, "plugin.py": f'"""{first.doc}"""\n{first.module}'}
     program = _PROGRAM.replace("{doc}", first.doc).replace("{call}", first.call)
-    program = program.replace("{functions}", first.functions)
+    program = program.replace("{functions}", first.functions).replace("{imports}", first.imports)
     return {MANIFEST: _SIDECAR.replace("{limit}", first.limit), "main.py": program}
 
 
