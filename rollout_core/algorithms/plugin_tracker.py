@@ -53,6 +53,7 @@ class Delivery:
         self._about = {"series": series, "title": title, "run": run}
         self._rows: Queue[tuple[int, dict[str, float | None]] | None] = Queue(MOST_WAITING)
         self._num_rows = self._num_lost = self._num_failures = 0
+        self._counting = threading.Lock()
         self._first_error = ""
         self._has_ended = False
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {code.name}", daemon=True)
@@ -87,7 +88,8 @@ class Delivery:
             )  # fmt: skip
 
     def _lose(self, reason: str, rows: int = 1) -> None:
-        self._num_lost += rows
+        with self._counting:
+            self._num_lost += rows
         if not self._first_error:
             self._first_error = reason[:MOST_CHARACTERS]
             log.warning("tracker plugin %s: a row was not delivered: %s", self._name, self._first_error)
