@@ -18,10 +18,11 @@ from prefect.filesystems import WritableFileSystem
 from pydantic import Field, PrivateAttr, SecretStr
 
 from rollout_core.base.errors import ConfigError, MissingObject, Recoverable
-from rollout_core.base.secret_sources import add_source, block_name
+from rollout_core.base.secret_sources import add_plugin_sources, add_source, block_name
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import RESULT_REFS
 from rollout_core.objects.retention.run_leases import renew_ref
+from rollout_core.plugins.secret_plugins import plugin_source
 from rollout_core.store import SqlLightningStore
 
 __all__ = ["ContentAddressedStorage", "RolloutDatabase"]
@@ -111,6 +112,7 @@ def _secret_block(name: str, secret_id: str) -> str | None:
 
 
 add_source("prefect", _secret_block)
+add_plugin_sources(plugin_source)
 
 
 class RolloutDatabase(Block):

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from flows.cli.common import AsJson, Debug, PluginPaths, one_line_errors, plugins_at
 from flows.cli.results import print_table
+from rollout_core import __version__
+from rollout_core.algorithms import plugin_tracker
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.config.built_in import BuiltIn, built_in
 from rollout_core.config.tools import PluginTools
 from rollout_core.data import plugin_rows
 from rollout_core.environments import plugin_cases
 from rollout_core.environments.tools import plugin_tools
+from rollout_core.plugins import secret_plugins
 from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS, Case, read_cases
 from rollout_core.plugins.discovery import Listed, list_plugins
 from rollout_core.plugins.host import PluginProcess
@@ -26,6 +31,8 @@ from rollout_core.plugins.identity import PluginCode, read_plugin
 from rollout_core.plugins.manifest import KINDS
 from rollout_core.plugins.scaffold import usage, write_plugin
 from rollout_core.rewards import plugin_rewards
+
+BUILT_IN = "built in"
 
 PluginFolder = Annotated[Path, typer.Argument(metavar="PATH", help="The plugin's folder.")]
 
@@ -68,20 +75,20 @@ _KINDS = {
     "reward-model": _Kind(_starts_by(plugin_rewards.ADAPTER), plugin_rewards.RewardCase, plugin_rewards.failed_cases),
     "data-source": _Kind(_starts_by(plugin_rows.ADAPTER), plugin_rows.RowsCase, plugin_rows.failed_cases),
     "tool-harness": _Kind(_starts_tools, plugin_tools.ToolsCase, plugin_tools.failed_cases),
+    "tracker": _Kind(plugin_tracker.start, plugin_tracker.TrackerCase, plugin_tracker.failed_cases),
+    "secret-source": _Kind(secret_plugins.start, secret_plugins.SecretCase, secret_plugins.failed_cases),
     "env-harness": _Kind(plugin_cases.start, plugin_cases.EpisodeCase, plugin_cases.failed_cases),
 }
 
 
 def plugins_list(plugin: PluginPaths = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Print the plugins that are found here, and where each is. One that another of its name is taken in place of says
-    so, and so does one that is wrong."""
+    so, and so does one that is wrong. What is built in of the same kinds follows."""
     with one_line_errors(debug), plugins_at(plugin):
         found = list_plugins(Path.cwd())
         if as_json:
-            typer.echo(json.dumps([_document(one) for one in found], indent=2))
-            return
-        if not found:
-            typer.echo(f"no plugin is here; `rollout plugins new {next(iter(KINDS))} NAME` begins one")
+            built = [_built_in_document(one) for one in built_in()]
+            typer.echo(json.dumps([*(_document(one) for one in found), *built], indent=2))
             return
         table = Table(box=None, pad_edge=False)
         for column in ("name", "version", "kind", "mode", "found in", "folder", "remark"):
@@ -89,8 +96,12 @@ def plugins_list(plugin: PluginPaths = None, as_json: AsJson = False, debug: Deb
         for one in found:
             said = _document(one)
             cells = [str(said[key] or "") for key in ("name", "version", "kind", "mode", "found_in", "folder")]
-            table.add_row(*cells, _remark(one))
+            table.add_row(*cells, escape(_remark(one)))
+        for own in built_in():
+            table.add_row(own.name, __version__, own.kind, "", BUILT_IN, "", escape(own.meaning))
         print_table(table)
+        if not found:
+            typer.echo(f"no plugin is here; `rollout plugins new {next(iter(KINDS))} NAME` begins one")
 
 
 def _remark(one: Listed) -> str:
@@ -112,6 +123,11 @@ def _document(one: Listed) -> dict[str, Any]:
         "shadowed_by": one.shadowed_by and str(one.shadowed_by.folder),
         "problem": one.problem,
     }
+
+
+def _built_in_document(one: BuiltIn) -> dict[str, Any]:
+    known = {"name": one.name, "version": __version__, "kind": one.kind, "found_in": BUILT_IN, "meaning": one.meaning}
+    return known | dict.fromkeys(("mode", "id", "folder", "shadowed_by", "problem"))
 
 
 def plugins_show(

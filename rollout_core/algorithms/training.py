@@ -1,5 +1,5 @@
 """One update from its start to its filed checkpoint, with evaluation on held-out rows; and its figures to trackers
-(TensorBoard, Weights & Biases, MLflow) by accelerate's own classes.
+(TensorBoard, Weights & Biases, MLflow) by accelerate's own classes, and to those of plugins.
 
 Evaluation is the learner's own loss and figures, without gradient and without a trace: dropout is off, the
 generators of random numbers stay where they were, and rows come in their own order, so a run with evaluation trains
@@ -27,13 +27,16 @@ from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.layers import checkpoint_layers
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, StepFigures, train
 from rollout_core.algorithms.parallel import any_rank, is_first, split_across_ranks
+from rollout_core.algorithms.plugin_tracker import Delivery
 from rollout_core.algorithms.resumption import BEST, Origin, Resumption
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.supervised import DatasetAlgorithm
 from rollout_core.base.errors import ConfigError, Fatal, Stopped
 from rollout_core.base.ids import ContentId
 from rollout_core.config import DatasetSettings, HeldOutRows, LearnerSettings, Settings, TrackerName
+from rollout_core.config.learning import PluginTracker
 from rollout_core.objects.records import Checkpoint
+from rollout_core.plugins.discovery import find_plugin
 
 log = logging.getLogger(__name__)
 
@@ -264,16 +267,26 @@ class Series:
 class Tracking:
     """Open trackers. Use it as a context manager."""
 
-    def __init__(self, names: Sequence[TrackerName], series: Series) -> None:
+    def __init__(self, trackers: Sequence[TrackerName | PluginTracker], series: Series) -> None:
         self._series = series
-        self._names = names
-        self._open: dict[TrackerName, tuple[GeneralTracker, int]] = {}
+        self._trackers = trackers
+        self._open: dict[str, tuple[GeneralTracker | Delivery, int]] = {}
         """Each with the last step it had when it was opened."""
 
     def __enter__(self) -> Tracking:
-        for name in self._names:
-            self._tolerate(name, lambda name=name: self._open.update({name: _OPEN[name](self._series)}))
+        for number, tracker in enumerate(self._trackers, start=1):
+            # The same plugin may be there twice, with two configurations.
+            name = f"plugin {tracker.address} ({number})" if isinstance(tracker, PluginTracker) else tracker
+            self._tolerate(name, lambda name=name, tracker=tracker: self._open.update({name: self._opened(tracker)}))
         return self
+
+    def _opened(self, tracker: TrackerName | PluginTracker) -> tuple[GeneralTracker | Delivery, int]:
+        if not isinstance(tracker, PluginTracker):
+            return _OPEN[tracker](self._series)
+        code = find_plugin(tracker.name, Path(), tracker.path, kind="tracker")
+        series = self._series
+        # It is asked for its last step by whoever delivers, so that opening it holds up nothing.
+        return Delivery(tracker, code, str(series.id), title=series.title, run=series.run_name), 0
 
     def __exit__(self, *exc_info: object) -> None:
         for name, (tracker, _) in self._open.items():

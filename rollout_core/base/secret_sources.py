@@ -1,5 +1,6 @@
 """Where secrets are found: in the environment, in secret blocks of the Prefect server, in the secret managers of AWS
-and of Google Cloud. Which of them, in which order, says ``ROLLOUT_SECRETS_FROM`` (default ``environment``).
+and of Google Cloud, by plugins. Which of them, in which order, says ``ROLLOUT_SECRETS_FROM`` (default
+``environment``).
 
 What a manager answered is kept in this process's memory for ``ROLLOUT_SECRETS_SECONDS`` (default 300), so that a secret
 that was changed there is used soon after, and asked for again no sooner.
@@ -105,6 +106,9 @@ def _text(name: str, value: bytes) -> str:
 
 _sources: dict[str, Source] = {"aws": _aws, "gcp": _gcp}
 _NAMES = ("environment", "prefect", "aws", "gcp")
+PLUGIN = "plugin:"
+"""Before the name of a plugin, where it is a source."""
+_source_of_plugin: Callable[[str], Source] | None = None
 _kept: dict[tuple[Any, ...], tuple[float, str | None]] = {}
 """By source, name, id and place: until when an answer holds, and what it was."""
 _lock = threading.Lock()
@@ -120,12 +124,21 @@ def add_source(name: str, source: Source) -> None:
     _sources[name] = source
 
 
+def add_plugin_sources(source_of: Callable[[str], Source]) -> None:
+    """Have plugins asked, each by what ``source_of`` makes of its name."""
+    global _source_of_plugin
+    _source_of_plugin = source_of
+
+
 def source_names() -> tuple[str, ...]:
     """The sources of the settings in their order. Raises ConfigError for one that is unknown."""
     names = tuple(filter(None, os.environ.get(SOURCES, "environment").replace(" ", "").split(",")))
-    unknown = [name for name in names if name not in _NAMES]
-    if unknown or not names:
-        raise ConfigError(f"{SOURCES} is {os.environ[SOURCES]!r}; expected some of {', '.join(_NAMES)}")
+    unknown = [name for name in names if name not in _NAMES and not name.startswith(PLUGIN)]
+    if unknown or not names or PLUGIN in names:
+        known = ", ".join(_NAMES)
+        raise ConfigError(
+            f"{SOURCES} is {os.environ[SOURCES]!r}; expected some of {known}, and {PLUGIN}NAME of a plugin"
+        )
     return names
 
 
@@ -145,6 +158,8 @@ def find_secret(name: str, secret_id: str | None) -> str | None:
 
 
 def _asked(source: str, name: str, secret_id: str) -> str | None:
+    if source.startswith(PLUGIN) and source not in _sources and _source_of_plugin is not None:
+        _sources[source] = _source_of_plugin(source.removeprefix(PLUGIN))
     if source not in _sources:
         raise ConfigError(f"{SOURCES} names {source}, which only flows and tasks can ask")
     key = (source, name, secret_id, *map(os.environ.get, ("AWS_ENDPOINT_URL", GCP_ENDPOINT, "PREFECT_API_URL")))

@@ -34,7 +34,7 @@ from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secret_sources import SECRET_PREFIX, block_name, find_secret, source_names
+from rollout_core.base.secret_sources import PLUGIN, SECRET_PREFIX, block_name, find_secret, source_names
 
 DEFAULT_STORAGE = "file://./data/objects"
 DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
@@ -213,7 +213,10 @@ def _where(name: str) -> str:
         "aws": f"AWS Secrets Manager as {secret_id}",
         "gcp": f"Google's Secret Manager as {secret_id}",
     }
-    return " or ".join(places[source] for source in source_names())
+    return " or ".join(
+        places.get(source) or f"what plugin {source.removeprefix(PLUGIN)} knows as {secret_id}"
+        for source in source_names()
+    )
 
 
 HIDDEN = "***"

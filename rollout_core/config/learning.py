@@ -14,9 +14,16 @@ from rollout_core.config.base import EXPLAINED, DatasetSource, DemonstrationSour
 from rollout_core.config.curriculum import Curriculum
 from rollout_core.config.optimizers import EIGHT_BITS, WHOLE_MATRICES, OptimizerConfig
 from rollout_core.config.own_loss import LABEL_LOSS, PAIR_LOSS, OwnLoss
+from rollout_core.config.plugin_use import PluginUse
 from rollout_core.config.variants import Variant, reading
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class PluginTracker(PluginUse):
+    """A tracker that a plugin is, of kind ``tracker``."""
+
+
 UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
 """``preference`` is DPO and its family, IPO or KTO, ``grpo`` one of the family of GRPO, as their settings say."""
 
@@ -210,7 +217,7 @@ class LearnerSettings(Settings):
     """Skip steps whose gradient is far larger than usual."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
     parallel: ParallelConfig = ParallelConfig()
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: tuple[TrackerName | PluginTracker, ...] = ()
     """Where figures go in addition to the checkpoint's own rows; changes nothing of what is trained."""
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
+from rollout_core.algorithms import plugin_tracker
 from rollout_core.base.determinism import num_gpus
 from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.settings import HOT_RELOAD, hot_reload
@@ -44,6 +45,7 @@ from rollout_core.config import (
 )
 from rollout_core.config.environments import EnvironmentConfig, PythonEnvironment
 from rollout_core.config.judges import JudgeEndpoint, JudgeReward
+from rollout_core.config.learning import PluginTracker
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard, SuiteGuard
 from rollout_core.config.rewards import FunctionReward, ModelReward, RewardSpec, plain_rewards
@@ -85,6 +87,7 @@ from rollout_core.plans.memory_and_disk import (
 )
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.suite_plan import Asked, check_answering, check_suite
+from rollout_core.plugins.discovery import find_plugin
 from rollout_core.plugins.identity import PluginCode
 from rollout_core.rewards.call_forms import CallForm
 from rollout_core.rewards.loading import load_reward
@@ -189,12 +192,21 @@ class LearnerPlan(Plan):
         self._counted[what] = self.check(what, look) or {}
 
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
-        """The software of every tracker is installed."""
+        """The software of every tracker is installed, and every plugin starts."""
         wanted = () if "learning" in self.placed else settings.trackers
-        missing = [name for name in wanted if find_spec(name) is None]
+        for tracker in wanted:
+            if isinstance(tracker, PluginTracker):
+                self.check(f"{what}.trackers", lambda tracker=tracker: self._tracker_plugin(tracker))
+        names = [tracker for tracker in wanted if not isinstance(tracker, PluginTracker)]
+        missing = [name for name in names if find_spec(name) is None]
         self.violations += [
             f"{what}.trackers: {name} is not installed; install {DISTRIBUTION}[{name}]" for name in missing
         ]
+
+    def _tracker_plugin(self, tracker: PluginTracker) -> None:
+        code = find_plugin(tracker.name, self.base, tracker.path, kind="tracker")
+        plugin_tracker.start(code, tracker.config)
+        self.facts[f"plugin {code.name}"] = f"{code.manifest.version} in {code.folder}"
 
     def _own_loss(self, what: str, settings: LearnerSettings) -> None:
         """A loss of the user's own can be loaded and called. What it imports need not be installed on this machine

@@ -330,6 +330,10 @@ class PluginProcess:
             self._folder = self.code.write(self._scratch.enter_context(scratch_folder("plugin")))
         return self._folder
 
+    def end(self) -> None:
+        """End its process, also amid a call of another thread, which then raises Recoverable."""
+        self._child.end()
+
     def close(self) -> None:
         """End it, after a sidecar was asked to; a later call starts it anew."""
         with self._lock:

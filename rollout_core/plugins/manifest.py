@@ -27,6 +27,8 @@ KINDS: Mapping[str, str] = {
     "data-source": "data-source",
     "env-harness": "env-harness",
     "tool-harness": "tool-harness",
+    "tracker": "tracker",
+    "secret-source": "secret-source",
 }
 """Kinds that a plugin may have, each with the name that it is known by here."""
 KINDS_NOT_YET = (
@@ -36,8 +38,6 @@ KINDS_NOT_YET = (
     "queue",
     "object-store",
     "algorithm",
-    "tracker",
-    "secret-source",
     "notifier",
     "custom",
 )
@@ -46,6 +46,8 @@ TRAITS: Mapping[str, tuple[str, ...]] = {
     "data-source": ("rollout_core::Plugin", "rollout_core::DataSource"),
     "env-harness": ("rollout_core::Plugin", "rollout_core::EnvHarness"),
     "tool-harness": ("rollout_core::Plugin", "rollout_core::ToolHarness"),
+    "tracker": ("rollout_core::Plugin", "rollout_core::Tracker"),
+    "secret-source": ("rollout_core::Plugin", "rollout_core::SecretSource"),
 }
 """By kind, what ``trait_id`` may say."""
 _LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
@@ -54,6 +56,8 @@ _LIMITS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "batch_size": "a call is about one episode",
     },
     "tool-harness": {"batch_size": "a call is that of one tool"},
+    "tracker": {"batch_size": "a call is about one step"},
+    "secret-source": {"batch_size": "a call is about one secret"},
 }
 """By kind, limits that would have no effect, and why."""
 _NATIVE = ("rust-cdylib", "cdylib")
@@ -164,8 +168,8 @@ class Manifest(Settings):
     version: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$")
     """Its own version."""
     kind: Annotated[str, BeforeValidator(_of_a_kind)]
-    """What it is: ``reward-model``, also called ``reward``, ``data-source``, ``env-harness`` or
-    ``tool-harness``."""
+    """What it is: ``reward-model``, also called ``reward``, ``data-source``, ``env-harness``,
+    ``tool-harness``, ``tracker`` or ``secret-source``."""
     trait_id: str
     """What it implements, such as ``rollout_core::RewardModel``."""
     mode: Annotated[Literal["in_process", "sidecar"], BeforeValidator(_a_mode)]

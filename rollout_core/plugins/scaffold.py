@@ -33,7 +33,7 @@ _PROGRAM = '''\
 """{doc} JSON in frames over a Unix socket."""
 
 import json
-import socket
+{imports}import socket
 import struct
 import sys
 
@@ -90,6 +90,10 @@ class _First:
     """In a configuration, with ``NAME`` for the plugin's."""
     limit: str = "call_seconds"
     """Of the manifest of a sidecar."""
+    schema: str = _SCHEMA
+    """Of its configuration."""
+    imports: str = ""
+    """Of a sidecar, besides."""
     functions: str = ""
     """Of a sidecar, besides."""
 
@@ -187,6 +191,104 @@ def use(asked, word):
 """,
         usage='[[environment.tools]] with kind = "plugin", name = "NAME", config = {word = "four"}',
     ),
+    "tracker": _First(
+        doc="Writes figures to a file, a line of JSON for each step.",
+        module="""
+import json
+import os
+
+
+class Lines:
+    def __init__(self, file):
+        self.file = file
+
+    def open(self, series, title, run):  # the last step that is there already
+        if not os.path.exists(self.file):
+            return 0
+        with open(self.file) as file:
+            rows = [json.loads(line) for line in file]
+        return max((row["step"] for row in rows if row["series"] == series), default=0)
+
+    def log(self, series, step, figures):
+        with open(self.file, "a") as file:
+            file.write(json.dumps({"series": series, "step": step, "figures": figures}) + "\\n")
+
+
+def create_plugin(config):
+    return Lines(config["file"])
+""",
+        call="""\
+            result = track(payload, config["file"])
+""",
+        functions="""\
+def track(asked, name):
+    if asked["method"] == "log":
+        with open(name, "a") as file:
+            file.write(json.dumps({key: asked[key] for key in ("series", "step", "figures")}) + "\\n")
+        return {}
+    with open(name, "a+") as file:  # open: the last step that is there already
+        file.seek(0)
+        rows = [json.loads(line) for line in file]
+    return {"step": max((row["step"] for row in rows if row["series"] == asked["series"]), default=0)}
+
+
+""",
+        schema="""\
+{
+  "type": "object",
+  "properties": {"file": {"type": "string", "minLength": 1}},
+  "required": ["file"],
+  "additionalProperties": false
+}
+""",
+        cases="""\
+{"config": {"file": "figures.jsonl"}, "rows": [{"step": 1, "figures": {"loss": 0.5}}], "last_step": 1}
+{"config": {"file": "figures.jsonl"}, "rows": [], "last_step": 0}
+""",
+        usage='trackers = [{kind = "plugin", name = "NAME", config = {file = "/path/to/figures.jsonl"}}]',
+    ),
+    "secret-source": _First(
+        doc="Secrets by name, from a file that only this user can read; no secret lies in the plugin itself.",
+        module="""
+import json
+from pathlib import Path
+
+FILE = Path.home() / ".rollout-secrets.json"
+
+
+def create_plugin(config):
+    def secret(name, id):  # None: there is none of this name
+        if not FILE.exists():
+            return None
+        if FILE.stat().st_mode & 0o077:
+            raise PermissionError(f"{FILE} can be read by others; chmod 600 it")
+        return json.loads(FILE.read_text()).get(id)
+
+    return secret
+""",
+        call="""\
+            result = {"value": secret(payload["id"])}
+""",
+        imports="import os\n",
+        functions="""\
+def secret(name):  # None: there is none of this name
+    path = os.path.expanduser("~/.rollout-secrets.json")
+    if not os.path.exists(path):
+        return None
+    if os.stat(path).st_mode & 0o077:
+        raise PermissionError(f"{path} can be read by others; chmod 600 it")
+    with open(path) as file:
+        return json.load(file).get(name)
+
+
+""",
+        schema='{"type": "object", "additionalProperties": false}\n',
+        cases="""\
+{"name": "NO_SECRET_OF_THIS_NAME", "value": null}
+{"name": "NEITHER_OF_THIS", "value": null}
+""",
+        usage="ROLLOUT_SECRETS_FROM=environment,plugin:NAME in the environment of the worker",
+    ),
     "env-harness": _First(
         doc="Asks for the configured word, which a tool spells; 1 where it is said, in two answers at most.",
         module="""
@@ -265,7 +367,7 @@ def _files(first: _First, mode: str) -> dict[str, str]:
     if mode == "in-process":
         return {MANIFEST: _IN_PROCESS, "plugin.py": f'"""{first.doc}"""\n{first.module}'}
     program = _PROGRAM.replace("{doc}", first.doc).replace("{call}", first.call)
-    program = program.replace("{functions}", first.functions)
+    program = program.replace("{functions}", first.functions).replace("{imports}", first.imports)
     return {MANIFEST: _SIDECAR.replace("{limit}", first.limit), "main.py": program}
 
 
@@ -278,7 +380,7 @@ def write_plugin(kind: str, name: str, folder: Path, mode: str = "in-process") -
     if folder.exists():
         raise ConfigError(f"{folder}: got a folder that is there already; expected a new one")
     known = KINDS[kind]
-    files = {"config.schema.json": _SCHEMA, TEST_CASES: _FIRST[known].cases, **_files(_FIRST[known], mode)}
+    files = {"config.schema.json": _FIRST[known].schema, TEST_CASES: _FIRST[known].cases, **_files(_FIRST[known], mode)}
     files[MANIFEST] = _HEAD.format(name=name, mode=mode, kind=known, trait=TRAITS[known][-1]) + files[MANIFEST]
     as_bytes = {path: text.encode() for path, text in files.items()}
     parse_manifest(as_bytes[MANIFEST], str(folder / MANIFEST), as_bytes)  # the name, before anything is written

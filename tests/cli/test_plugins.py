@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rollout_core import __version__
+from rollout_core.config import TrainGRPOConfig
 from rollout_core.plugins.cases import TEST_CASES, TEST_SECONDS
 from rollout_core.plugins.manifest import KINDS
 
@@ -110,7 +112,7 @@ def test_the_list_tells_what_is_taken_in_place_of_what_and_what_is_wrong(here: P
     manifest.write_text(manifest.read_text().replace('"reward-model"', '"queue"'))
     code, output = run("list", "--plugin", "given", "--json")
     assert code == 0, output
-    first, second, third = json.loads(output)
+    first, second, third = [one for one in json.loads(output) if one["found_in"] != "built in"]
     assert (first["name"], first["found_in"], first["shadowed_by"]) == ("brevity", "--plugin", None)
     assert (second["found_in"], second["shadowed_by"]) == ("./plugins", str(here / "given/brevity"))
     assert first["id"] == second["id"]
@@ -147,3 +149,25 @@ def test_a_python_plugin_that_fails_on_import_is_named(here: Path):
     code, output = run("check", "mine")
     assert code == 2
     assert "plugin brevity: brevity:create_plugin fails: ModuleNotFoundError: No module named 'a_module_" in output
+
+
+def test_what_is_built_in_is_listed_by_the_names_that_a_configuration_takes():
+    code, output = run("list", "--json")
+    assert code == 0, output
+    listed = {(one["kind"], one["name"]) for one in json.loads(output)}
+    assert all(one["version"] == __version__ for one in json.loads(output))
+    definitions = TrainGRPOConfig.model_json_schema()["$defs"]
+    for table, kind in (("Environment", "env-harness"), ("Tool", "tool-harness"), ("Backend", "inference-backend")):
+        taken = {
+            definition["properties"]["kind"].get("const")
+            for name, definition in definitions.items()
+            if name.endswith(table) and "kind" in definition["properties"]
+        }
+        assert taken - {"plugin"} <= {name for of, name in listed if of == kind}
+        assert taken, table
+    assert {("reward-model", "exact_match"), ("reward-model", "composite"), ("tracker", "tensorboard")} <= listed
+    assert not [name for _, name in listed if name == "plugin"]
+    _, table = run("list")
+    assert "no plugin is here; `rollout plugins new reward-model NAME` begins one" in table
+    assert "def reward(sample: RewardInput) -> float | None" in " ".join(table.split())
+    assert "A game of TextArena that one player plays" in " ".join(table.split())

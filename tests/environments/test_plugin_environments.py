@@ -63,6 +63,14 @@ def hostile(scene: Scene) -> dict[str, Any]:
     return {"marks": str(marks)}
 
 
+async def test_an_answer_longer_than_its_manifest_allows_costs_an_attempt(scene: Scene):
+    write_sums(scene.folder, SUMS.replace('return f"{row', 'return "x" * 2**20 + f"{row'))
+    tally = await scene.play(scene.engine(adds), ROWS[:1], plugin="sums", max_attempts=1)
+    assert (tally.failed, tally.attempts_failed) == (1, 1)
+    assert "reset gave 1048" in (tally.first_failure or "")
+    assert "bytes; 1048576 are allowed (limits.answer_bytes)" in (tally.first_failure or "")
+
+
 def code_of(base: Path, name: str, **config: Any) -> tuple[EnvironmentCode, PluginEnvironment]:
     settings = PluginEnvironment(kind="plugin", name=name, config=config)
     return EnvironmentCode.of(settings, base), settings

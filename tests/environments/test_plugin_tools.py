@@ -88,10 +88,7 @@ def write_hostile(base: Path) -> dict[str, Any]:
 
 
 def resources_of(base: Path, *specs: Any) -> ToolResources:
-    plugins = {
-        spec.name: find_plugin(spec.name, base, kind="tool-harness") for spec in specs if isinstance(spec, PluginTools)
-    }
-    return ToolResources(specs, index_folder=base, plugins=plugins)
+    return ToolResources(specs, index_folder=base, base=base)
 
 
 async def test_a_python_plugins_methods_are_tools_of_an_object_for_each_episode(tmp_path: Path):

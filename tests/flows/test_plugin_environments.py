@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.reproduce import plan_reproduction, reproduce
+from rollout_core.base.ids import ContentId
 from rollout_core.config import EvalConfig, TrainGRPOConfig, TrainPPOConfig, parse_config
 from rollout_core.objects.origins import imported_ids, sources_of
 from rollout_core.plans.learner_plan import plan_suites, plan_training
@@ -44,14 +46,16 @@ def grpo(**environment: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["in-process", "sidecar"])
-def test_an_edited_plugin_is_played_anew_and_what_was_played_is_filed(prefect_server: str, work: Path, mode: str):
+def test_an_edited_plugin_is_played_anew_and_what_was_played_is_filed(
+    prefect_server: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+):
     from flows.train import train_grpo
     from tasks.runtime.planning import plan_run
 
     folder = work / "plugins/words"
     write_plugin("env-harness", "words", folder, mode)
     config = parse_config(grpo(), TrainGRPOConfig)
-    train_grpo(config)
+    model = ContentId(train_grpo(config)["model"])
 
     def states() -> dict[str, str]:
         return {call.stage: call.state for call in plan_run("train-grpo", config).calls if call.state != "checked"}
@@ -70,6 +74,14 @@ def test_an_edited_plugin_is_played_anew_and_what_was_played_is_filed(prefect_se
 
     filed = {source.address for name in imported_ids(objects()) for source in sources_of(objects(), name)}
     assert "plugin words 0.1.0" in filed
+
+    shutil.rmtree(work / "data")
+    source = objects()
+    plan = plan_reproduction(source, model)
+    assert plan.problems == []
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'again'}")
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "again-cache"))
+    assert reproduce(model, source.url) == {"same": [step.title for step in plan.steps], "difference": None}
 
 
 def test_every_kind_of_run_that_plays_plans_a_plugin(work: Path):

@@ -105,7 +105,8 @@ class _Session:
         self._process = process
         self._name = uuid4().hex
         self._start: int | None = None
-        """The start of the process that has what is kept of the episode; None before its first call."""
+        """The start of the process that has what is kept of the episode; None before its first answer."""
+        self._has_asked = False
 
     async def ask(self, method: str, **about: Any) -> dict[str, Any]:
         """The result of a call. Raises EnvironmentFailed for one that failed, HostEnded where what the plugin kept of
@@ -113,6 +114,7 @@ class _Session:
         plugin, asked = self._process.plugin, {"method": method, "episode": self._name, **about}
         async with self._process.turn:
             self._check(plugin)
+            self._has_asked = True
             try:
                 found = await asyncio.to_thread(plugin.call, asked, _problem_with_result)
             except Fatal as error:
@@ -128,10 +130,10 @@ class _Session:
 
     async def close(self) -> None:
         """Say that the episode is over, where that is still of interest."""
-        plugin, start = self._process.plugin, self._start
-        self._start = None
+        plugin, has_asked = self._process.plugin, self._has_asked
+        self._has_asked = False
         async with self._process.turn:
-            if start is not None and start == plugin.num_starts and plugin.is_running:
+            if has_asked and self._start in (None, plugin.num_starts) and plugin.is_running:
                 with suppress(Fatal):
                     await asyncio.to_thread(plugin.call, {"method": "close", "episode": self._name})
 

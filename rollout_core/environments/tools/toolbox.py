@@ -34,6 +34,7 @@ from rollout_core.environments.tools.sandboxed import sandbox_of
 from rollout_core.environments.tools.search import Search, SearchIndex, check_corpus
 from rollout_core.environments.tools.shell import Shell
 from rollout_core.environments.tools.sql import Sql, SqlProcesses, check_database
+from rollout_core.plugins.discovery import find_plugin
 from rollout_core.plugins.identity import PluginCode
 from rollout_core.sandbox import Program, Sandbox
 
@@ -53,8 +54,9 @@ class ToolResources:
         resolve: Resolve = resolved,
     ) -> None:
         """``index_folder``: where indexes of corpora are kept. ``base``: the working folder of the paths that tools
-        name. ``served``: what MCP servers among them have (`ask_servers`). ``plugins``: those that give tools, by name.
-        ``resolve``: what finds the addresses of a name. Nothing is started before it is used."""
+        name. ``served``: what MCP servers among them have (`ask_servers`). ``plugins``: those that give tools, by name, as
+        they were read; others are found as they are now. ``resolve``: what finds the addresses of a name. Nothing is
+        started before it is used."""
         _check_names(tools)
         for spec in tools:
             if isinstance(spec, McpTool) and spec.name not in served:
@@ -69,7 +71,11 @@ class ToolResources:
         }
         self._queries = {spec.name: SqlProcesses(spec) for spec in tools if isinstance(spec, SqlTool)}
         self.plugins = {
-            spec.name: PluginToolProcesses(spec, plugins[spec.name]) for spec in tools if isinstance(spec, PluginTools)
+            spec.name: PluginToolProcesses(
+                spec, plugins.get(spec.name) or find_plugin(spec.name, base, spec.path, kind="tool-harness")
+            )
+            for spec in tools
+            if isinstance(spec, PluginTools)
         }
         """By their names."""
 
