@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, cast
+from typing import Any
 
-import httpx
 from prefect.blocks.core import Block
-from prefect.blocks.system import Secret
 from prefect.filesystems import WritableFileSystem
 from pydantic import Field, PrivateAttr, SecretStr
 
-from rollout_core.base.errors import ConfigError, MissingObject, Recoverable
-from rollout_core.base.secret_sources import add_plugin_sources, add_source, block_name
+from blocks.secrets import RolloutSecrets
+from blocks.tracker import ExperimentTracker
+from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import RESULT_REFS
 from rollout_core.objects.retention.run_leases import renew_ref
-from rollout_core.plugins.secret_plugins import plugin_source
 from rollout_core.store import SqlLightningStore
 
-__all__ = ["ContentAddressedStorage", "RolloutDatabase"]
+__all__ = ["ContentAddressedStorage", "ExperimentTracker", "RolloutDatabase", "RolloutSecrets"]
 
 
 class ContentAddressedStorage(WritableFileSystem):
@@ -96,23 +94,6 @@ class ContentAddressedStorage(WritableFileSystem):
     def forget(self, path: str) -> None:
         """Drop the result under key ``path``, so that it is computed again."""
         self.objects().delete_ref(f"{RESULT_REFS}/{path}")
-
-
-def _secret_block(name: str, secret_id: str) -> str | None:
-    """The secret that the Prefect server keeps for this name."""
-    try:
-        value = cast(Secret[Any], Secret.load(block_name(secret_id), _sync=True)).get()  # pyright: ignore[reportCallIssue]
-    except ValueError as error:
-        if "Unable to find block document" in str(error):
-            return None
-        raise ConfigError(f"secret {name!r}: the Prefect server's block {block_name(secret_id)} is no secret") from None
-    except httpx.HTTPError as error:
-        raise Recoverable(f"the Prefect server cannot be asked for secrets ({type(error).__name__})") from None
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-add_source("prefect", _secret_block)
-add_plugin_sources(plugin_source)
 
 
 class RolloutDatabase(Block):

@@ -1,6 +1,5 @@
-"""Where secrets are found: in the environment, in secret blocks of the Prefect server, in the secret managers of AWS
-and of Google Cloud, by plugins. Which of them, in which order, says ``ROLLOUT_SECRETS_FROM`` (default
-``environment``).
+"""Where secrets are found: in the environment, in blocks of the Prefect server, in the secret managers of AWS and of
+Google Cloud, by plugins. Which of them, in which order, says ``ROLLOUT_SECRETS_FROM`` (default ``environment``).
 
 What a manager answered is kept in this process's memory for ``ROLLOUT_SECRETS_SECONDS`` (default 300), so that a secret
 that was changed there is used soon after, and asked for again no sooner.
@@ -24,12 +23,17 @@ SECRET_PREFIX = "ROLLOUT_SECRET_"
 SOURCES = "ROLLOUT_SECRETS_FROM"
 LIFETIME = "ROLLOUT_SECRETS_SECONDS"
 DEFAULT_LIFETIME_SECONDS = 300.0
+BLOCK_PREFIX = "block:"
+"""Begins an address that is the slug and name of a block on the Prefect server."""
+BLOCKS = "blocks"
+"""The source of all such addresses."""
 GCP_ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER"
 """As gcloud calls it."""
 ASK_SECONDS = 10.0
 
 Source = Callable[[str, str], str | None]
-"""From a secret's name, and its id in a secret manager, to its value; None where there is none of that name."""
+"""From a secret's name, and its id in a secret manager, to its value; None where there is none of that name. A block
+keeps secrets by their names, so that of `BLOCKS` gets its address in place of an id."""
 
 
 def _aws(name: str, secret_id: str) -> str | None:
@@ -133,12 +137,10 @@ def add_plugin_sources(source_of: Callable[[str], Source]) -> None:
 def source_names() -> tuple[str, ...]:
     """The sources of the settings in their order. Raises ConfigError for one that is unknown."""
     names = tuple(filter(None, os.environ.get(SOURCES, "environment").replace(" ", "").split(",")))
-    unknown = [name for name in names if name not in _NAMES and not name.startswith(PLUGIN)]
+    unknown = [name for name in names if name not in _NAMES and not name.startswith((PLUGIN, BLOCK_PREFIX))]
     if unknown or not names or PLUGIN in names:
-        known = ", ".join(_NAMES)
-        raise ConfigError(
-            f"{SOURCES} is {os.environ[SOURCES]!r}; expected some of {known}, and {PLUGIN}NAME of a plugin"
-        )
+        expected = f"{', '.join(_NAMES)}, {BLOCK_PREFIX}rollout-secrets/NAME, and {PLUGIN}NAME of a plugin"
+        raise ConfigError(f"{SOURCES} is {os.environ[SOURCES]!r}; expected some of {expected}")
     return names
 
 
@@ -151,7 +153,8 @@ def find_secret(name: str, secret_id: str | None) -> str | None:
         if source == "environment":
             value = os.environ.get(SECRET_PREFIX + name)
         else:
-            value = None if secret_id is None else _asked(source, name, secret_id)
+            given = source if source.startswith(BLOCK_PREFIX) else secret_id
+            value = None if secret_id is None or given is None else _asked(source, name, given)
         if value is not None and value.strip():
             return value
     return None
@@ -160,7 +163,8 @@ def find_secret(name: str, secret_id: str | None) -> str | None:
 def _asked(source: str, name: str, secret_id: str) -> str | None:
     if source.startswith(PLUGIN) and source not in _sources and _source_of_plugin is not None:
         _sources[source] = _source_of_plugin(source.removeprefix(PLUGIN))
-    if source not in _sources:
+    kind = BLOCKS if source.startswith(BLOCK_PREFIX) else source
+    if kind not in _sources:
         raise ConfigError(f"{SOURCES} names {source}, which only flows and tasks can ask")
     key = (source, name, secret_id, *map(os.environ.get, ("AWS_ENDPOINT_URL", GCP_ENDPOINT, "PREFECT_API_URL")))
     holds_seconds = lifetime_seconds()
@@ -170,7 +174,7 @@ def _asked(source: str, name: str, secret_id: str) -> str | None:
         if now < until:
             return value
         try:
-            value = _sources[source](name, secret_id)
+            value = _sources[kind](name, secret_id)
         except Recoverable as error:
             if key not in _kept:
                 raise

@@ -4,7 +4,7 @@ which are left out of what other processes get, and hidden in what is shown and 
 ``ROLLOUT_STORAGE`` is the object store's URL (default ``file://./data/objects``), ``ROLLOUT_DATABASE`` the store's
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
 store (default ``./data/cache``), ``ROLLOUT_CACHE_GIB`` is how large that may grow (default 100), ``ROLLOUT_TRACKING``
-the folder of trackers (default ``./data/tracking``).
+the folder of trackers (default ``./data/tracking``), or a block that says where they report to.
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
 none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), ``ROLLOUT_PREFECT_EVENTS`` says
 whether the Prefect server gets them (``on``, the default, or ``off``), ``ROLLOUT_STOP_SECONDS`` is how long a run
@@ -34,7 +34,14 @@ from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secret_sources import PLUGIN, SECRET_PREFIX, block_name, find_secret, source_names
+from rollout_core.base.secret_sources import (
+    BLOCK_PREFIX as BLOCK_PREFIX,  # for addresses of all kinds
+    PLUGIN,
+    SECRET_PREFIX,
+    block_name,
+    find_secret,
+    source_names,
+)
 
 DEFAULT_STORAGE = "file://./data/objects"
 DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
@@ -44,8 +51,6 @@ DEFAULT_STOP_SECONDS = 10.0
 DEFAULT_CACHE_GIB = 100.0
 DEFAULT_LEASE_SECONDS = 20.0
 DEFAULT_PART_BYTES = 16 * 2**20
-BLOCK_PREFIX = "block:"
-"""Begins an address that is the slug and name of a block on the Prefect server."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Locations:
     storage: str
     database: str
     cache: Path
-    tracking: Path
+    tracking: str
+    """Folder of trackers, or the address of a block that says where they report to."""
     limits: frozenset[str]
     events: str | None
     """File for events of runs, or ``stderr``."""
@@ -69,7 +75,7 @@ def locations() -> Locations:
         storage=os.environ.get("ROLLOUT_STORAGE", DEFAULT_STORAGE),
         database=os.environ.get("ROLLOUT_DATABASE", DEFAULT_DATABASE),
         cache=Path(os.environ.get("ROLLOUT_CACHE", DEFAULT_CACHE)),
-        tracking=Path(os.environ.get("ROLLOUT_TRACKING", DEFAULT_TRACKING)),
+        tracking=os.environ.get("ROLLOUT_TRACKING", DEFAULT_TRACKING),
         limits=frozenset(filter(None, os.environ.get("ROLLOUT_LIMITS", "").replace(" ", "").split(","))),
         events=os.environ.get("ROLLOUT_EVENTS", "").strip() or None,
         prefect_events=os.environ.get("ROLLOUT_PREFECT_EVENTS", "on").strip().lower() not in ("off", "0", "false"),
@@ -213,8 +219,9 @@ def _where(name: str) -> str:
         "aws": f"AWS Secrets Manager as {secret_id}",
         "gcp": f"Google's Secret Manager as {secret_id}",
     }
+    in_block, in_plugin = f"{{}} of the Prefect server under {name}", f"what plugin {{}} knows as {secret_id}"
     return " or ".join(
-        places.get(source) or f"what plugin {source.removeprefix(PLUGIN)} knows as {secret_id}"
+        places.get(source) or (in_plugin if source.startswith(PLUGIN) else in_block).format(source.removeprefix(PLUGIN))
         for source in source_names()
     )
 

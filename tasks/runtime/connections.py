@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from prefect.blocks.core import Block
 
-from blocks import ContentAddressedStorage, RolloutDatabase
+from blocks import ContentAddressedStorage, ExperimentTracker, RolloutDatabase
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
@@ -115,9 +115,10 @@ def cache_folder() -> Path:
     return locations().cache
 
 
-def tracking_folder() -> Path:
-    """Local folder of trackers."""
-    return locations().tracking
+def tracker() -> ExperimentTracker:
+    """Where trackers report to. Raises ConfigError where the settings name a block that is not there."""
+    address = locations().tracking
+    return _load(address, ExperimentTracker) if address.startswith(BLOCK_PREFIX) else ExperimentTracker(folder=address)
 
 
 def lock_folder() -> Path:

@@ -14,6 +14,7 @@ from rollout_core.algorithms.context import UpdateContext
 from rollout_core.base.determinism import release_gpu_memory
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.processes import in_environment
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import LearnerSettings, identity
 from rollout_core.config.learning import UpdateName
@@ -106,7 +107,11 @@ class UpdateJob:
             lines.note(row, last_step)
             emitted.step(row)
 
-        with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title, is_logged=True) as bar:
+        tracker = connections.tracker() if self.settings.trackers else None
+        with (
+            artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title, is_logged=True) as bar,
+            in_environment({} if tracker is None else tracker.environment()),
+        ):
             yield UpdateContext(
                 objects=run.objects,
                 cache=connections.cache_folder(),
@@ -115,7 +120,7 @@ class UpdateJob:
                 seed=self.seed,
                 run_name=flow_run.name or "",
                 start_from=self.start_from,
-                tracking=connections.tracking_folder(),
+                tracking=None if tracker is None else tracker.place(),
                 series=series,
                 base_model=base_model,
                 num_threads=self.num_threads,

@@ -54,9 +54,9 @@ class ToolResources:
         resolve: Resolve = resolved,
     ) -> None:
         """``index_folder``: where indexes of corpora are kept. ``base``: the working folder of the paths that tools
-        name. ``served``: what MCP servers among them have (`ask_servers`). ``plugins``: those that give tools, by name, as
-        they were read; others are found as they are now. ``resolve``: what finds the addresses of a name. Nothing is
-        started before it is used."""
+        name. ``served``: what MCP servers among them have (`ask_servers`). ``plugins``: those that give tools, by name,
+        as they were read; others are found as they are now. ``resolve``: what finds the addresses of a name. Nothing
+        is started before it is used."""
         _check_names(tools)
         for spec in tools:
             if isinstance(spec, McpTool) and spec.name not in served:
