@@ -46,7 +46,14 @@ class Env:
 
 def counter(**settings: Any) -> McpTool:
     return McpTool(
-        **{"kind": "mcp", "name": "c", "command": (sys.executable, str(COUNTER)), "seconds": LONG, **settings}
+        **{
+            "kind": "mcp",
+            "name": "c",
+            "command": (sys.executable, str(COUNTER)),
+            "seconds": LONG,
+            "start_seconds": LONG,
+            **settings,
+        }
     )
 
 
