@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -596,6 +596,8 @@ def _nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str
 def _keys_below(model: type[BaseModel]) -> Iterator[str]:
     """Keys of the tables in a model's tables, such as ``optimizer.lr``; the shallowest come last."""
     for name, field in model.model_fields.items():
+        if get_origin(field.annotation) in (tuple, list):
+            continue  # which of its tables would be meant is not known
         for inner in _models_in(field.annotation):
             yield from (f"{name}.{key}" for key in inner.model_fields)
 

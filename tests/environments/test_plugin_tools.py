@@ -231,7 +231,7 @@ async def test_a_process_for_each_of_several_plays_them_at_once(tmp_path: Path):
         ):
             said = await asyncio.gather(*(box.call("echo", {"text": "a"}) for box in (one, other)))
             assert [found.text for found in said] == ["1  a", "1  a"]
-            figures = resources.plugins["sums"].take_figures()
+            figures = [process.plugin.take_figures() for process in resources.plugins["sums"]._processes]
             assert [one.calls for one in figures] in ([2, 1], [1, 2])
     finally:
         resources.close()

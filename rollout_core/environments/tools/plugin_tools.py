@@ -35,7 +35,7 @@ from rollout_core.environments.protocol import (
 from rollout_core.environments.schemas import checked_arguments, function_schema
 from rollout_core.environments.tools.results import Output, ToolError
 from rollout_core.plugins.cases import TEST_CASES, Case
-from rollout_core.plugins.host import CallFigures, PluginProcess
+from rollout_core.plugins.host import PluginProcess
 from rollout_core.plugins.identity import PluginCode
 
 log = logging.getLogger(__name__)
@@ -79,10 +79,6 @@ class PluginToolProcesses:
         """Those of one episode."""
         session = _Session(self._processes[next(self._numbers) % len(self._processes)])
         return [PluginTool(self.spec, tool, session) for tool in self.described().values()]
-
-    def take_figures(self) -> list[CallFigures]:
-        """Of each process, of calls and starts since they were last taken."""
-        return [process.plugin.take_figures() for process in self._processes]
 
     def close(self) -> None:
         """End them."""
