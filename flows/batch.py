@@ -1,4 +1,4 @@
-"""The batch inference flow: prompts in files, completions in a file in the same order."""
+"""Batch inference: prompts in files; completions, or episodes of an environment, in a file in the same order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.playing import Environment
 from rollout_core.base.ids import ContentId
-from rollout_core.config import InferBatchConfig
+from rollout_core.config import InferBatchConfig, OpenAIBackend
 from rollout_core.inference.batch_runs import (
     FailureLimit,
     Reporting,
@@ -30,6 +31,7 @@ from rollout_core.objects.records import PromptShards, ShardCompletions
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
 from tasks.batch import help_shard, import_prompts, infer_shard, write_completions
+from tasks.environments import write_episodes
 from tasks.imports import import_model
 from tasks.runtime.artifacts import draw_histogram
 from tasks.runtime.connections import objects, working_folder
@@ -45,26 +47,61 @@ from tasks.runtime.stage import retry
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False, on_failure=[record_refusal])
 def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict[str, Any]:
-    """Complete every prompt of the input and write the completions in input order; returns what was written.
+    """Complete every prompt of the input, or play the episodes that its rows begin, and write what came of it in input
+    order; returns what was written.
 
     ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
-    body = _infer if current_dry_run() is None else _run_dry
+    body = _complete_all if config.environment is None else _play
     return pipeline(partial(plan_batch, run_id=run_id), closes=(close_engine,))(body)(config, run_id)
 
 
-def _infer(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
+def _begun(config: InferBatchConfig, model: ContentId, requested: str | None) -> str:
+    """The id of the run, which is noted before its first sample."""
     folder = output_folder(config.output.dir, working_folder(), objects())
     run_id = retry(lambda: resolve_run_id(folder, requested))
-    model = import_model(config.model).model
     is_resumed = begin_run(objects(), run_id, parameters_of(config, model), folder, requested)
     stage_logger().info("run %s %s", run_id, "resumes" if is_resumed else "starts")
+    return run_id
+
+
+def _play(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
+    """Episodes in place of completions."""
+    assert config.environment is not None and not isinstance(config.backend, OpenAIBackend), "as the settings ask for"
+    model = import_model(config.model).model
+    run_id = "" if current_dry_run() is not None else _begun(config, model, requested)
+    environment = Environment.of(config.environment, config.backend, seed=0)
+    rows, sampling = environment.rows(config.input.as_dataset()), config.sampling
+    options = {"mode": "test", "episodes_per_row": sampling.n, "label": "episodes"}
+    episodes, played = environment.play(model, rows, sampling.params, **options)
+    end_of_stages()
+    written = write_episodes(episodes, played, config, run_id)
+    figures = {
+        "rows": episodes.num_tasks,
+        "episodes": written.num_rows,
+        "failed": written.num_failed,
+        "mean reward": round(played.mean_reward, 4),
+        "turns and calls of tools (spans)": played.num_spans,
+    }
+    facts = {"output": written.path, **{name: f"{value:,}" for name, value in figures.items()}}
+    journal.outcome = Outcome(facts=facts)
+    return {**written.model_dump(mode="json"), "figures": figures, "what": "episodes"}
+
+
+def _infer(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
+    model = import_model(config.model).model
+    run_id = _begun(config, model, requested)
     prompts = import_prompts(config)
     records, figures = _complete(config, _jobs(config, run_id, model, prompts), _limit(config, prompts))
     written = write_completions(records, config, run_id)
     facts = {"output": written.path, **{name: f"{value:,}" for name, value in figures.items()}}
     journal.outcome = Outcome(facts=facts, pictures=_picture_of_lengths(config, records))
     return {**written.model_dump(mode="json"), "figures": figures}
+
+
+def _complete_all(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:
+    body = _infer if current_dry_run() is None else _run_dry
+    return body(config, journal, requested)
 
 
 def _run_dry(config: InferBatchConfig, journal: Journal, requested: str | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rollout_core.agents.task_rollouts import file_rollouts
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
-from rollout_core.config import EngineConfig, EnvironmentRows, SamplingParams, identity
+from rollout_core.config import EngineConfig, EnvironmentRows, InferBatchConfig, SamplingParams, identity
 from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.data.dataset_sources import import_dataset, record_origin
 from rollout_core.data.datasets import TaskRow
@@ -18,8 +18,11 @@ from rollout_core.environments.code import EnvironmentCode
 from rollout_core.environments.episodes import Episode, Tally, play_episodes
 from rollout_core.environments.hosts import look_at, rows_of
 from rollout_core.environments.memory import merge_notes, read_memory
+from rollout_core.inference.folders import output_folder
+from rollout_core.inference.output import OutputFile
 from rollout_core.objects.records import AgentRollouts, AgentTasks, Dataset, EnvironmentSource, EpisodicMemory
 from rollout_core.objects.snapshots import RUN_NAME
+from rollout_core.runs.played_files import write_episodes as write_played
 from rollout_core.store.types import RolloutMode
 from tasks.runtime import artifacts, connections
 from tasks.runtime.episodes import notes_of
@@ -150,6 +153,18 @@ def merge_memory(
     saved = merge_notes(run.objects, code, environment, memory, notes, **about)
     stage_logger().info("%s: memory %s, with what %d episodes left", label, saved.id.short, len(notes))
     return EpisodicMemory(memory=saved.id, num_notes=len(notes), size_bytes=saved.size_bytes)
+
+
+@stage(version=1, cached=False)
+def write_episodes(episodes: AgentTasks, played: AgentRollouts, config: InferBatchConfig, run_id: str) -> OutputFile:
+    """Write what came of all episodes in input order, unless it is there; the file is replaced at once."""
+    objects = current_stage().objects
+    folder = output_folder(config.output.dir, connections.working_folder(), objects)
+    written = write_played(objects, folder, config, episodes, played, connections.open_store, run_id)
+    stage_logger().info("%d episodes in %s", written.num_rows, written.path)
+    row = {"file": written.path, "rows": written.num_rows, "failed": written.num_failed}
+    artifacts.table("output", [row], "Episodes written")
+    return written
 
 
 async def _look_up(rollout_ids: list[str], model: ContentId) -> AgentRollouts:

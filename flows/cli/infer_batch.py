@@ -62,4 +62,6 @@ def _print_batch(written: Mapping[str, Any]) -> None:
     for name, value in written["figures"].items():
         table.add_row(name, f"{value:,}" if isinstance(value, int | float) else str(value))
     Console().print(table)
-    typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
+    typer.echo(
+        f"run {written['run_id']}: {written['num_rows']} {written.get('what', 'completions')} in {written['path']}"
+    )

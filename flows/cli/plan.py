@@ -69,7 +69,9 @@ def plan(
             kind = kind_of(apply_overrides(take_cloud(read_toml(config), str(config)), overrides), str(config))
         if kind not in CONFIG_KINDS:
             raise ConfigError(f"--kind {kind}: expected one of {', '.join(CONFIG_KINDS)}")
-        parsed = load_run(config, CONFIG_KINDS[kind], overrides)
+        parsed = load_run(config, CONFIG_KINDS[kind], overrides, is_held=False)
+        if locked is None and lock is None and parsed.run.locked is not None:
+            locked = Path(parsed.run.locked)
         with storage_and_database():
             from tasks.runtime.planning import lock_plan, plan_run
 

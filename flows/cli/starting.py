@@ -31,10 +31,16 @@ def look_ahead() -> None:
 
 
 def load_run(
-    path: Path, model: type[RunT], overrides: Mapping[str, Any], options: Mapping[str, str] | None = None
+    path: Path,
+    model: type[RunT],
+    overrides: Mapping[str, Any],
+    options: Mapping[str, str] | None = None,
+    *,
+    is_held: bool = True,
 ) -> RunT:
-    """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`."""
-    return load_tables(read_toml(path), str(path), model, overrides, options)
+    """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`. Raises
+    ConfigError where it is held to a plan that cannot be read, unless it only asks (``is_held``)."""
+    return load_tables(read_toml(path), str(path), model, overrides, options, is_held=is_held)
 
 
 def load_tables(
@@ -43,13 +49,15 @@ def load_tables(
     model: type[RunT],
     overrides: Mapping[str, Any],
     options: Mapping[str, str] | None = None,
+    *,
+    is_held: bool = True,
 ) -> RunT:
     """`load_run` of tables that were read from ``name``."""
     tables = take_cloud(tables, name)
     # Before anything is validated, which may import torch.
     hold_numerics(apply_overrides(tables, overrides).get("numerics"))
     config = _whole_ids(parse_config(tables, model, name=name, overrides=overrides, options=options))
-    if config.run.locked is not None:
+    if config.run.locked is not None and is_held:
         read_lock(Path.cwd() / config.run.locked)  # what is wrong with it is said before anything starts
     return config
 

@@ -110,6 +110,7 @@ class Delivery:
                 self._num_failures = 0
             except Exception as error:  # noqa: BLE001 - whatever a tracker does, a curve is not worth a run
                 self._num_failures += 1
+                known = None  # a plugin that was started again knows no series yet
                 self._lose(str(error))
 
     def _next(self) -> tuple[int, dict[str, float | None]] | None:

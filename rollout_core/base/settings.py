@@ -30,6 +30,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -243,7 +244,8 @@ _PASSWORD = re.compile(r"(?i)(\bpass(?:word|wd)?=)[^&;\s'\"]+")
 _WEB = ("http", "https")
 _NAMED_USERS = ("postgresql", "postgres")
 """Kinds of addresses whose lone user is a name; elsewhere it may be a key."""
-_MASKED = re.compile(r"([\w.-]*)(\*{2,}|\u2022{2,}|\u2026|\.{3,}|#{3,}|[xX]{4,})([*\u2022#]*)([\w.-]*)")
+_MASK = re.compile(r"(?:\*{2,}|\u2022{2,}|\u2026|\.{3,}|#{3,}|[xX]{4,})[*\u2022#]*")
+_BEHIND_MASK = re.compile(r"[\w.-]*")
 
 
 def without_password(address: str) -> str:
@@ -313,22 +315,35 @@ class Redaction:
         pieces = range(len(secret) - FRAGMENT + 1) if len(secret) >= LONG else ()
         self._pieces = {secret[start : start + FRAGMENT].lower() for start in pieces}
 
-    def hide(self, text: str) -> str:
-        """``text`` with ``***`` for the secret: as it is, encoded for URLs, JSON, HTML or Basic authorization, in
-        hexadecimal, in parts of at least eight characters, and with its middle masked (``sk-ab****wxyz``)."""
-        text = self._forms.sub(HIDDEN, text[:MOST_TEXT])
-        return self._without_pieces(_MASKED.sub(self._unless_of_secret, text))
+    def hide(self, text: str, *, most: int | None = MOST_TEXT) -> str:
+        """The first ``most`` characters of ``text``, None: all of them, with ``***`` for the secret: as it is, encoded
+        for URLs, JSON, HTML or Basic authorization, in hexadecimal, in parts of at least eight characters, and with its
+        middle masked (``sk-ab****wxyz``)."""
+        text = self._forms.sub(HIDDEN, text[:most])
+        return self._without_pieces(self._without_masked(text))
 
     def is_repeated_in(self, text: str) -> bool:
         """Whether a text holds the whole of a secret that is too long to be there by chance, in any of these forms."""
         lowered = text.lower() if self._told else ""
         return any(form in lowered for form in self._told)
 
-    def _unless_of_secret(self, found: re.Match[str]) -> str:
-        head, tail, secret = found[1], found[4].rstrip(".-"), self._secret
-        begins = len(head) >= 2 and secret.startswith(head)
-        ends = len(tail) >= 2 and secret.endswith(tail)
-        return HIDDEN + found[4][len(tail) :] if begins or ends else found[0]
+    def _without_masked(self, text: str) -> str:
+        """In time that grows with the length of ``text``, whatever it is."""
+        secret, kept, position = self._secret, [], 0
+        marks = [found.span() for found in _MASK.finditer(text)]
+        for (start, end), (next_start, _) in pairwise([*marks, (len(text), len(text))]):
+            # What is longer than the secret is none of it.
+            begin, least = start, max(position, start - len(secret) - 1)
+            while begin > least and (text[begin - 1].isalnum() or text[begin - 1] in "_.-"):
+                begin -= 1
+            found = _BEHIND_MASK.match(text, end, min(next_start, end + len(secret) + 1))
+            head, tail = text[begin:start], "" if found is None else found[0].rstrip(".-")
+            begins = len(head) >= 2 and secret.startswith(head)
+            ends = len(tail) >= 2 and secret.endswith(tail)
+            if begins or ends:
+                kept += [text[position:begin], HIDDEN]
+                position = end + len(tail)
+        return "".join([*kept, text[position:]])
 
     def _without_pieces(self, text: str) -> str:
         if not self._pieces:

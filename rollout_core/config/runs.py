@@ -8,17 +8,20 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import Field, WrapValidator, model_validator
 
 from rollout_core.base.determinism import Numerics, probe_device
+from rollout_core.base.ids import is_content_id
 from rollout_core.config.base import (
     SCHEMA_VERSION,
     Address,
     Columns,
     DatasetSource,
     EnvironmentRows,
+    FilesDataset,
     ModelSource,
     RunCost,
     RunInfo,
     Settings,
     StageTimeouts,
+    StoredDataset,
     identity,
 )
 from rollout_core.config.environments import AnyEnvironment
@@ -398,6 +401,12 @@ class InputGlob(Settings):
     columns: Columns = Field(default_factory=dict)
     """Keys of the rows under other names, as in a data set: ``{prompt = "question"}``."""
 
+    def as_dataset(self) -> DatasetSource:
+        """The same rows as those of a data set, of whatever keys."""
+        if is_content_id(self.glob):
+            return StoredDataset(kind="object", id=self.glob, columns=self.columns)
+        return FilesDataset(path=self.glob, columns=self.columns)
+
 
 class OutputDir(Settings):
     """Where results go; the run id lives there too."""
@@ -456,6 +465,31 @@ class InferBatchConfig(Run):
     failures: FailurePolicy = FailurePolicy()
     backend: BackendConfig = VLLMBackend()
     """What generates completions."""
+    environment: AnyEnvironment | None = None
+    """What the model acts in: each row of the input begins ``n`` episodes, in place of being completed as often."""
+
+    @model_validator(mode="after")
+    def _episodes_of_an_engine(self) -> InferBatchConfig:
+        if self.environment is None:
+            return self
+        if isinstance(self.backend, OpenAIBackend):
+            raise ValueError(
+                "backend: episodes are continued from token ids, which an endpoint does not give; choose kind vllm or "
+                "transformers"
+            )
+        workers = self.workers.dask is not None or self.workers.count != 1
+        refused = {
+            "workers: one engine plays all episodes": workers or self.placement is not None,
+            "input.format: the first bytes and names of files say it": self.input.format is not None,
+            'output.format: episodes are written as "jsonl"': self.output.format != "jsonl",
+            "output.events: they are of completions of prompts": self.output.events,
+            "environment.start_memory: episodes of a batch begin with no memory": (
+                self.environment.start_memory is not None
+            ),
+        }
+        if found := [why for why, is_given in refused.items() if is_given]:
+            raise ValueError("; ".join(f"{why}, so leave it out" for why in found))
+        return self
 
     @model_validator(mode="after")
     def _one_cluster(self) -> InferBatchConfig:

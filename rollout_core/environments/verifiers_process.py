@@ -69,10 +69,12 @@ def _find_modules_in(folder: str | None) -> None:
 
 
 def _files(roots: list[Path], origin: Path | None) -> Iterator[tuple[str, str]]:
-    """Hashes of a module's files, by their places in it."""
+    """Hashes of a module's files, by their places in it; hidden ones decide nothing."""
     for root in roots:
         for path in sorted(root.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
+            parts = path.relative_to(root).parts
+            is_hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+            if not is_hidden and path.is_file():
                 yield str(path.relative_to(root)), hashlib.sha256(path.read_bytes()).hexdigest()
     if not roots and origin is not None:
         yield origin.name, hashlib.sha256(origin.read_bytes()).hexdigest()

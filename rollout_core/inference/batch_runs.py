@@ -83,6 +83,8 @@ def parameters_of(config: InferBatchConfig, model: ContentId | None = None) -> d
     """
     sampling = identity(config.sampling.params)
     counted = {"sampling": {**sampling, "n": config.sampling.n}, "backend": identity(config.backend)}
+    if config.environment is not None:
+        counted["environment"] = identity(config.environment)
     return dict(_flat(counted)) | ({} if model is None else {MODEL: model})
 
 

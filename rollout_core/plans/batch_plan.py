@@ -11,6 +11,7 @@ from typing import Any
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig
+from rollout_core.config.environments import EnvironmentConfig
 from rollout_core.data.dataset_sources import open_prompts
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import length_problem
@@ -23,7 +24,9 @@ from rollout_core.models.locating import has_token, is_gated
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards
 from rollout_core.plans.cluster import check_cluster, check_placement
+from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import Connections, Plan, context_limit
+from rollout_core.runs.played_files import EPISODES_FILE
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ def plan_batch(
     Every line of the input is read, unless the same files were read before. ``thorough``: a model that an earlier run
     found good is looked at again, and some rows are tokenised to estimate how many will fail.
     """
+    if config.environment is not None:
+        return _plan_episodes(config, config.environment, base, connections, run_id)
     plan = Plan(base, connections, trusts_notes=not thorough)
     plan.places()
     plan.no_resume(config.run, "a batch resumes by itself when it is started again; leave it out")
@@ -62,9 +67,29 @@ def plan_batch(
         plan.facts["workers"] = _workers(plan, config)
     else:
         check_placement(plan, config.placement, ["generation"])
-    plan.check("output.dir", lambda: _check_output(plan, config, run_id))
+    plan.check("output.dir", lambda: _check_output(plan, config, run_id, file_name(config.output)))
     if rows and thorough:
         _count_failures(plan, config, rows)
+    return plan.done()
+
+
+def _plan_episodes(
+    config: InferBatchConfig,
+    environment: EnvironmentConfig,
+    base: Path,
+    connections: Connections | None,
+    run_id: str | None,
+) -> dict[str, Any]:
+    """Of episodes that the rows of the input begin."""
+    plan = LearnerPlan(base, connections)
+    plan.places()
+    plan.no_resume(config.run, "a batch resumes by itself when it is started again; leave it out")
+    plan.model("model", config.model)
+    plan.backend("backend", config.backend)
+    plan.sampling("sampling", config.sampling, config.backend)
+    plan.environment("environment", environment)
+    plan.facts["inputs"] = plan.tasks("input", config.input.as_dataset())
+    plan.check("output.dir", lambda: _check_output(plan, config, run_id, EPISODES_FILE))
     return plan.done()
 
 
@@ -145,9 +170,8 @@ def _sample(objects: ObjectStore, prompts: PromptShards) -> list[PromptRow]:
     return rows if len(rows) <= SAMPLED_ROWS else chosen.sample(rows, SAMPLED_ROWS)
 
 
-def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> None:
+def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None, name: str) -> None:
     folder = output_folder(config.output.dir, plan.base, plan.objects)
-    name = file_name(config.output)
     folder.check(name, RUN_ID_FILE)
     if open_prompts(config.input, plan.base, plan.objects).covers(folder.where(name)):
         raise ConfigError(

@@ -26,6 +26,7 @@ from rollout_core.objects.lineage import software_versions
 from rollout_core.objects.records import Record
 from rollout_core.plans.lock import PlanLock, PlannedCall, PlannedInput, held_settings, planned_call
 from tasks.runtime.arguments import spread_arguments
+from tasks.runtime.held_run import imported_ids
 
 CallState = Literal["cached", "continued", "computed", "checked"]
 InDryRun = Callable[..., Record | None]
@@ -91,6 +92,8 @@ class DryRun:
     is_cold: bool = False
     """Nothing that runs made before counts, so that what is noted does not change with their progress; the calls are
     noted with their inputs."""
+    fetches: bool = False
+    """What a run would download, convert or merge first is done, as the run follows at once."""
     planned: list[PlannedCall] = field(default_factory=list)
     imported: list[PlannedInput] = field(default_factory=list)
     _placeholders: set[str] = field(default_factory=set)
@@ -113,11 +116,11 @@ class DryRun:
     def _planned_call(self, stage: DryRunStage, label: str, inputs: dict[str, Any]) -> Record:
         if stage.imports:
             known = len(self.remarks)
-            found = self._unstored(stage, inputs)
+            found = stage.carry_out(inputs) if self.fetches else self._unstored(stage, inputs)
             if found is None:
                 title = f"{stage.name} {label}".strip()
                 raise _cannot_be_locked("; ".join(self.remarks[known:]) or f"{title} is not known before the run")
-            self.imported.append(PlannedInput(stage=stage.name, label=label, ids=tuple(found.outputs())))
+            self.imported.append(PlannedInput(stage=stage.name, label=label, ids=imported_ids(found)))
             return found
         given = stage.identities(inputs)
         results = [name for name, value in given.items() if self._is_of_a_result(value)]

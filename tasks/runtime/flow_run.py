@@ -118,7 +118,7 @@ def _held_to_its_plan(config: Run, body: Callable[[Journal], object]) -> HeldRun
         note_settings(config)
         recompute_missing(body, config)
 
-    held.check(retry(lambda: walk(rehearse, is_cold=True).lock()))
+    held.check(retry(lambda: walk(rehearse, is_cold=True, fetches=True).lock()))
     stage_logger().info("the run is held to plan %s of %s", held.plan.id, path)
     return held
 
@@ -163,7 +163,6 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
                 placed(config, str(flow_run.id)),
             ):
                 result = _repeat(body, name, summary)
-            _say_what_was_not_planned()
             summary.end()
             return result
         except BaseException as error:
@@ -177,6 +176,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
                 raise
             raise interruption from None
         finally:
+            _say_what_was_not_planned()
             recorder.end()
             _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
 

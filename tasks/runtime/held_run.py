@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.config import identity
+from rollout_core.objects.lineage import named_in
+from rollout_core.objects.records import Record
 from rollout_core.plans.lock import PlanLock, PlannedCall, PlannedInput, call_differences, differences, titled
 
 
@@ -38,19 +41,20 @@ class HeldRun:
                 [f"{self.path}: {line}" for line in lines],
             )
 
-    def call(self, stage: str, version: int, label: str, inputs: Mapping[str, Any]) -> None:
+    def call(self, stage: str, version: int, label: str, inputs: Mapping[str, Any], *, is_cached: bool) -> None:
         """A stage is about to be called. Raises ConfigError where it was planned otherwise."""
         planned = self._calls.get((stage, label))
-        if planned is None:  # results have decided so
-            self._note(titled(stage, label))
+        if planned is None:  # results have decided so; or it makes none, as what helps a worker or writes the output
+            if is_cached:
+                self._note(titled(stage, label))
             return
         found = [call_differences(call, inputs, version) for call in planned]
         if all(found):
             self._refuse(titled(stage, label), found[0])
 
-    def imported(self, stage: str, label: str, ids: Iterable[str]) -> None:
-        """An import gave ``ids``. Raises ConfigError where other content was planned."""
-        given, planned = tuple(ids), self._inputs.get((stage, label))
+    def imported(self, stage: str, label: str, record: Record) -> None:
+        """An import gave ``record``. Raises ConfigError where other content was planned."""
+        given, planned = imported_ids(record), self._inputs.get((stage, label))
         if planned is None:
             self._note(titled(stage, label))
         elif all(item.ids != given for item in planned):
@@ -71,6 +75,11 @@ class HeldRun:
             f"{title}: the run is held to plan {self.plan.id.short} of {self.path}, and differs from it: "
             + "; ".join(lines)
         )
+
+
+def imported_ids(record: Record) -> tuple[str, ...]:
+    """Content of what an import gave, wherever it was read."""
+    return tuple(sorted(named_in(identity(record))))
 
 
 _current: ContextVar[HeldRun | None] = ContextVar("rollout_held_run", default=None)

@@ -52,6 +52,8 @@ class SamplesAhead(Generic[T]):
         self._draw = draw
         self._iterations = iterations
         self._depth = depth
+        self._draws_ahead = bool(depth) and current_dry_run() is None
+        """A dry run has no two calls at the same time, so that it notes them in one order."""
         self._start = start
         self._models: dict[int, ContentId] = {}
         """Of iterations whose samples are drawn when they are asked for."""
@@ -62,7 +64,7 @@ class SamplesAhead(Generic[T]):
         """Of the thread that draws ahead."""
 
     def __enter__(self) -> SamplesAhead[T]:
-        if self._depth:
+        if self._draws_ahead:
             self._has_ended = in_thread(partial(run_interruptibly, self._work, stop_signal, self._drawing))
         for number in self._iterations[: self._depth + 1]:
             self._ask(number, self._start)
@@ -86,12 +88,12 @@ class SamplesAhead(Generic[T]):
 
     def take(self, number: int) -> T:
         """The samples of iteration ``number``; waits for them. Raises what drawing them raised."""
-        if not self._depth:
+        if not self._draws_ahead:
             return self._draw(number, self._models.pop(number))
         return run_interruptibly(self._drawn.pop(number).result, stop_signal)
 
     def _ask(self, number: int, model: ContentId) -> None:
-        if not self._depth:
+        if not self._draws_ahead:
             self._models[number] = model
             return
         asked = _Asked[T](number, model)

@@ -239,6 +239,7 @@ class Stage(Generic[P, R]):
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
         """Run the stage on a started task runner, which may be on another machine, and return at once."""
+        assert current_dry_run() is None, "a dry run calls stages one after another"
         inputs = self._bind(args, kwargs)
         self._hold(inputs)
         span, journal = self._span(inputs), current_journal()
@@ -298,7 +299,8 @@ class Stage(Generic[P, R]):
 
     def _hold(self, inputs: dict[str, Any]) -> None:
         if (held := current_held_run()) is not None and not self.imports:
-            held.call(self.name, self.version, self._label(inputs), self.identities(inputs))
+            label, counted = self._label(inputs), self.identities(inputs)
+            held.call(self.name, self.version, label, counted, is_cached=self.cached)
 
     def _label(self, inputs: dict[str, Any]) -> str:
         return str(spread_arguments(inputs).get(LABEL, ""))
@@ -313,7 +315,7 @@ class Stage(Generic[P, R]):
         if state.is_completed():
             record = self.record.model_validate(state.result())
             if (held := current_held_run()) is not None and self.imports:
-                held.imported(self.name, self._label(inputs), record.outputs())
+                held.imported(self.name, self._label(inputs), record)
             name = (state.name or "") if self.cached else CHECKED
             self._note(inputs, name, seconds, record)
             counts = {count: getattr(record, f"num_{count}", None) for count in ("samples", "tokens")}

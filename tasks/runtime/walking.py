@@ -16,11 +16,12 @@ from tasks.runtime.connections import result_storage, working_folder
 from tasks.runtime.dry_run import DryRun, StagesEnd, running_dry
 
 
-def walk(body: Callable[[], object], *, is_cold: bool = False) -> DryRun:
-    """What calling ``body`` would do, on a copy of the object store that is thrown away; ``is_cold`` as of `DryRun`."""
+def walk(body: Callable[[], object], *, is_cold: bool = False, fetches: bool = False) -> DryRun:
+    """What calling ``body`` would do, on a copy of the object store that is thrown away; ``is_cold`` and ``fetches`` as
+    of `DryRun`."""
     with scratch_folder("plan") as folder:
         copy = ContentAddressedStorage.over(overlaid(result_storage().objects(), folder))
-        dry_run = DryRun(copy, _out_of_reach, is_cold=is_cold)
+        dry_run = DryRun(copy, _out_of_reach, is_cold=is_cold, fetches=fetches)
         with running_dry(dry_run):
             try:
                 body()

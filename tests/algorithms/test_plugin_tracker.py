@@ -113,6 +113,38 @@ def test_what_a_tracker_does_wrong_holds_up_no_step_and_is_counted(
         assert "plugin lines (1) is dropped: Fatal: it held up the end of an earlier update" in caplog.text
 
 
+CRASHES_ONCE = """
+import os
+
+class Lines:
+    def open(self, series, run, **about):
+        self.file = open(os.environ.get("FIGURES", "lines.txt"), "a")
+        return 0
+
+    def log(self, series, step, figures):
+        if step == 2 and not os.path.exists("crashed"):
+            open("crashed", "w").close()
+            os._exit(3)
+        self.file.write(f"{step} ")
+        self.file.flush()
+
+
+def create_plugin(config):
+    os.chdir(config["file"])
+    return Lines()
+"""
+
+
+def test_a_tracker_that_is_started_again_is_opened_again(here: Path, caplog: pytest.LogCaptureFixture):
+    folder = here / "plugins/lines"
+    write_plugin("tracker", "lines", folder)
+    (folder / "plugin.py").write_text(CRASHES_ONCE)
+    with caplog.at_level(logging.WARNING):
+        tracked(here, str(here), [1, 2, 3, 4, 5])
+    assert (here / "lines.txt").read_text().split() == ["1", "3", "4", "5"]
+    assert "1 of 5 rows were not delivered" in caplog.text
+
+
 def test_a_tracker_that_is_not_there_is_dropped(here: Path, caplog: pytest.LogCaptureFixture):
     tracked(here, "x", [1])
     assert "plugin lines (1) is dropped: ConfigError: no plugin is named 'lines'" in caplog.text

@@ -53,6 +53,10 @@ def answer(asked: dict[str, Any]) -> Any:
             info = {"name": "raw", "version": "1"}
             return {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info}
         case "tools/list":
+            if HOW == "listless":
+                sys.stderr.write(f"my key is {os.environ.get('MCP_KEY')}\n")
+                sys.stderr.flush()
+                sys.stdin.read()
             return {"tools": json.loads(Path(HOW).read_text()) if HOW.endswith(".json") else [TOOL]}
         case "tools/call":
             return act(asked["params"]["arguments"]["what"])

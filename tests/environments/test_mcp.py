@@ -274,6 +274,33 @@ async def test_secrets_are_variables_of_the_server_alone_and_hidden_in_answers(
     assert found == ["***", "plain", "nothing", "nothing", "nothing"]
 
 
+def test_a_server_that_does_not_say_what_it_has_is_named_without_its_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLOUT_SECRETS", "MCP_KEY")
+    monkeypatch.setenv("ROLLOUT_SECRET_MCP_KEY", "a-secret-of-mine")
+    spec = raw("listless", secrets=("MCP_KEY",), start_seconds=2)
+    with pytest.raises(ConfigError, match=r"did not say within 2 s \(start_seconds\) which tools it has") as caught:
+        ask_servers([spec], Path())
+    assert "my key is ***" in str(caught.value) and "a-secret-of-mine" not in str(caught.value)
+
+
+async def test_long_schemas_and_answers_of_a_server_with_a_secret_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters_tools: dict[str, Any]
+):
+    monkeypatch.setenv("ROLLOUT_SECRETS", "MCP_KEY")
+    monkeypatch.setenv("ROLLOUT_SECRET_MCP_KEY", "a-secret-of-mine")
+    tools = [
+        {"name": f"tool{number}", "description": f"{'d' * 1000} a-secret-of-mine", "inputSchema": {"type": "object"}}
+        for number in range(100)
+    ]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    spec = raw(str(tmp_path / "tools.json"), secrets=("MCP_KEY",))
+    [found] = (await asyncio.to_thread(ask_servers, [spec], tmp_path)).values()
+    assert [tool["description"] for tool in found["tools"]] == [f"{'d' * 1000} ***"] * 100
+    async with box_of(counter(secrets=("MCP_KEY",)), tmp_path, counters_tools) as box:
+        assert "characters left out" in (long := await said(box, "c_many", characters=200_000))
+        assert "192,000" in long or "192000" in long, long[3900:4200]
+
+
 @pytest.fixture
 def url() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Of a server that is there, and its process."""

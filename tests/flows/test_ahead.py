@@ -3,6 +3,7 @@ easy prompts first, and samples that are learned from again."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -124,6 +125,13 @@ def models_of(last: str) -> tuple[str, set[ContentId]]:
     return last, {item.inputs["model"] for item in made}
 
 
+def words_of(process: psutil.Process) -> str:
+    """Its command line; nothing of one that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
 @pytest.mark.server
 def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
     tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
@@ -153,7 +161,7 @@ def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
     killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
 
     def samples_beside_an_update() -> bool:
-        learners = [child for child in psutil.Process(killed.pid).children() if "rank" in " ".join(child.cmdline())]
+        learners = [child for child in psutil.Process(killed.pid).children() if "rank" in words_of(child)]
         return bool(learners) and FIRST < finished_samples() < FIRST + SECOND
 
     wait_for(samples_beside_an_update, "the second iteration's samples, beside the first's update", process=killed)

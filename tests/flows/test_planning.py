@@ -311,6 +311,54 @@ def test_a_file_that_is_edited_once_the_plan_was_compared_is_refused(
         train_grpo(grpo(**{"run.locked": "plan.json"}))
 
 
+def test_the_order_of_a_plan_does_not_depend_on_what_is_drawn_ahead(with_reward: Path):
+    from tasks.runtime.planning import lock_plan
+
+    ahead = grpo(**{"algorithm.async_depth": 1, "algorithm.iterations": 4})
+    plans = [lock_plan("train-grpo", ahead) for _ in range(3)]
+    assert plans[0].id == plans[1].id == plans[2].id
+    drawn = [call for call in plans[0].calls if call.stage == "enqueue_prompts"]
+    assert ["model" in call.results for call in drawn] == [False, False, True, True]
+
+
+def test_a_batch_is_held_to_its_plan(with_reward: Path, prefect_server: str, caplog: pytest.LogCaptureFixture):
+    from flows.batch import batch_inference
+    from tasks.runtime.planning import lock_plan
+
+    document = {
+        "model": {"uri": "model"},
+        "sampling": {"max_tokens": 4},
+        "input": {"glob": "prompts.jsonl"},
+        "output": {"dir": "out"},
+        "backend": {"kind": "transformers", "num_threads": 1},
+    }
+
+    def batch(**changes: Any) -> Any:
+        return parse_config(document, CONFIG_KINDS["infer-batch"], name="test", overrides=changes)
+
+    lock_plan("infer-batch", batch()).write(with_reward / "plan.json")
+    held = {"run.locked": "plan.json"}
+    assert batch_inference(batch(**held))["num_rows"] == 8
+    assert "is held to plan" in caplog.text and "does not have" not in caplog.text
+    with pytest.raises(ConfigError, match=r"settings\.sampling\.max_tokens: planned 4, now 5"):
+        batch_inference(batch(**held, **{"sampling.max_tokens": 5, "output.dir": "elsewhere"}))
+    assert not (with_reward / "elsewhere").exists()
+
+
+def test_a_plan_that_a_file_names_is_written_and_compared(with_reward: Path):
+    (with_reward / "batch.toml").write_text(
+        '[run]\nlocked = "plan.json"\n[model]\nuri = "model"\n[sampling]\nmax_tokens = 4\n'
+        '[input]\nglob = "prompts.jsonl"\n[output]\ndir = "out"\n[backend]\nkind = "transformers"\n'
+    )
+    command = ["plan", "--config", "batch.toml"]
+    missing = CliRunner().invoke(app, command)
+    assert missing.exit_code == 2 and "plan.json: the plan cannot be read" in missing.stderr
+    assert CliRunner().invoke(app, [*command, "--lock", "plan.json"]).exit_code == 0
+    assert CliRunner().invoke(app, command).exit_code == 0
+    other = CliRunner().invoke(app, [*command, "--set", "sampling.max_tokens=5"])
+    assert other.exit_code == 2 and "settings.sampling.max_tokens: planned 4, now 5" in other.stderr
+
+
 def test_plans_are_locked_and_compared_by_the_command(with_reward: Path):
     (with_reward / "batch.toml").write_text(
         '[model]\nuri = "model"\n[sampling]\nmax_tokens = 4\n[input]\nglob = "prompts.jsonl"\n[output]\ndir = "out"\n'

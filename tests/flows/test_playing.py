@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     EvalConfig,
+    InferBatchConfig,
     NightlyConfig,
     TrainGRPOConfig,
     TrainPPOConfig,
@@ -204,6 +205,82 @@ def test_a_model_is_fine_tuned_on_the_best_episodes_of_an_earlier_run(prefect_se
     [rows] = derived[0].outputs
     roles = [[each["role"] for each in json.loads(line)["messages"]] for line in objects().get_bytes(rows).splitlines()]
     assert roles and all(said == ["user", "assistant", "user", "assistant"] for said in roles)
+
+
+def test_a_locked_plan_is_the_same_in_another_folder(work: Path, monkeypatch: pytest.MonkeyPatch):
+    from tasks.runtime.planning import lock_plan
+
+    here = lock_plan("train-grpo", parse_config(document(), TrainGRPOConfig))
+    shutil.copytree(work, work.parent / "elsewhere")
+    monkeypatch.chdir(work.parent / "elsewhere")
+    assert lock_plan("train-grpo", parse_config(document(), TrainGRPOConfig)) == here
+    Path("env.py").write_text(ENVIRONMENT + "# edited")
+    assert lock_plan("train-grpo", parse_config(document(), TrainGRPOConfig)).inputs != here.inputs
+
+
+def batch(work: Path, **changes: Any) -> InferBatchConfig:
+    tables = {
+        "model": {"uri": "model"},
+        "backend": {"kind": "transformers", "num_threads": 1},
+        "sampling": {**SAMPLING, "n": 2},
+        "input": {"glob": "rows.jsonl"},
+        "output": {"dir": "out", "token_ids": True},
+        "environment": {"path": "env.py:Env", "max_turns": 4, "max_attempts": 2},
+    }
+    return parse_config(tables, InferBatchConfig, overrides=changes)
+
+
+def test_a_batch_plays_episodes_and_writes_what_was_said(prefect_server: str, work: Path):
+    from flows.batch import batch_inference
+    from tasks.runtime.planning import plan_run
+
+    broken = ENVIRONMENT.replace("self.row = row", "self.row = row; 1 / (row['digits'] != '7 1')")
+    (work / "env.py").write_text(broken)
+    planned = plan_run("infer-batch", batch(work))
+    assert planned.facts["inputs"] == 6 and not (work / "out").exists()
+    assert [call.stage for call in planned.calls][-2:] == ["enqueue_episodes", "play"]
+    done = batch_inference(batch(work, **{"failures.max_share": 0.2}))
+    assert (done["num_rows"], done["num_failed"], done["what"]) == (12, 2, "episodes")
+    rows = [json.loads(line) for line in (work / "out" / "episodes.jsonl").read_text().splitlines()]
+    assert [(row["digits"], row["index"]) for row in rows] == [
+        (f"{number} 1", index) for number in range(2, 8) for index in range(2)
+    ]
+    for row in rows[:10]:
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant", "user", "assistant"]
+        said = "".join(message["content"] for message in row["messages"] if message["role"] == "assistant")
+        assert row["reward"] == pytest.approx(len(set(said)) / 20 - len(said) / 1000)
+        assert row["turns"] == len(row["token_ids"]) == 2
+        assert row["num_tokens"] == sum(map(len, row["token_ids"]))
+    for row in rows[10:]:
+        assert (row["reward"], row["finish_reason"]) == (None, "error")
+        assert row["error"].startswith("reset raised ZeroDivisionError")
+
+    played, written = episodes(work), (work / "out" / "episodes.jsonl").stat().st_mtime_ns
+    assert len(played) == 10 + 2 * 2
+    assert batch_inference(batch(work, **{"failures.max_share": 0.2}))["run_id"] == done["run_id"]
+    assert episodes(work) == played
+    assert (work / "out" / "episodes.jsonl").stat().st_mtime_ns == written
+    with pytest.raises(Fatal, match=r"2 of 12 episodes failed, more than failures.max_share = 0.1 .*ZeroDiv"):
+        batch_inference(batch(work, **{"output.dir": "elsewhere"}))
+    assert not (work / "elsewhere" / "episodes.jsonl").exists()
+    (work / "env.py").write_text(ENVIRONMENT)  # other code is other episodes
+    assert batch_inference(batch(work))["num_failed"] == 0
+    assert len(episodes(work)) == len(played) + 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"workers.count": 2}, "workers: one engine plays all episodes"),
+        ({"output.format": "parquet"}, 'output.format: episodes are written as "jsonl"'),
+        ({"output.events": True}, "output.events: they are of completions"),
+        ({"input.format": "jsonl"}, "input.format: the first bytes"),
+        ({"backend": {"kind": "openai", "url": "http://127.0.0.1:1/v1", "served_model": "m"}}, "an endpoint does not"),
+    ],
+)
+def test_what_a_batch_of_episodes_cannot_do_is_refused(work: Path, changes: dict[str, Any], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        batch(work, **changes)
 
 
 def succeeded() -> set[str]:

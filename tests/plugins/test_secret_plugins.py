@@ -75,8 +75,14 @@ def test_the_last_answer_holds_while_a_plugin_fails(folder: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("sources", "said"),
     [
-        ("plugin:", "expected some of environment, prefect, aws, gcp, block:rollout-secrets/NAME, and plugin:NAME of a plugin"),
-        ("vault", "expected some of environment, prefect, aws, gcp, block:rollout-secrets/NAME, and plugin:NAME of a plugin"),
+        (
+            "plugin:",
+            "expected some of environment, prefect, aws, gcp, block:rollout-secrets/NAME, and plugin:NAME of a plugin",
+        ),
+        (
+            "vault",
+            "expected some of environment, prefect, aws, gcp, block:rollout-secrets/NAME, and plugin:NAME of a plugin",
+        ),
         ("plugin:other", "no plugin is named 'other'"),
     ],
 )

@@ -7,7 +7,6 @@ command names. An episode that calls one of its tools has a server, or a session
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +60,9 @@ async def _ask(specs: Sequence[McpTool], base: Path) -> Served:
             served[spec.name] = await _served(spec, base)
         except (ServerLost, ToolError) as error:
             raise ConfigError(_hidden(f"{_title(spec)} {error}", _secrets(spec))) from None
+        except TimeoutError as error:
+            late = f"did not say within {spec.start_seconds:g} s (start_seconds) which tools it has{error}"
+            raise ConfigError(_hidden(f"{_title(spec)} {late}", _secrets(spec))) from None
     return served
 
 
@@ -84,7 +86,7 @@ async def _served(spec: McpTool, base: Path) -> dict[str, Any]:
         if spec.only is None or tool.name in spec.only
     ]
     # They are stored with the run, and a default of an argument may be what a variable held.
-    tools = json.loads(_hidden(json.dumps(tools), _secrets(spec)))
+    tools = _hidden_within(tools, _secrets(spec))
     if not tools:
         raise ConfigError(f"{_title(spec)} has no tools; expected at least one")
     for tool in tools:
@@ -172,9 +174,19 @@ def _secrets(spec: McpTool) -> dict[str, str]:
 
 
 def _hidden(text: str, secrets: Mapping[str, str]) -> str:
+    """All of a text, without the secrets."""
     for secret in secrets.values():
-        text = Redaction(secret).hide(text)
+        text = Redaction(secret).hide(text, most=None)
     return text
+
+
+def _hidden_within(document: Any, secrets: Mapping[str, str]) -> Any:
+    """A document of JSON whose texts are without the secrets."""
+    if isinstance(document, Mapping):
+        return {_hidden(key, secrets): _hidden_within(value, secrets) for key, value in document.items()}
+    if isinstance(document, list):
+        return [_hidden_within(item, secrets) for item in document]
+    return _hidden(document, secrets) if isinstance(document, str) else document
 
 
 class McpServer:
@@ -198,7 +210,8 @@ class McpServer:
         except ServerLost as error:
             raise EnvironmentFailed(_hidden(f"{title} {error}", secrets)) from None
         try:
-            return _hidden(await session.call(tool, arguments), secrets)
+            # A long answer takes a while, in which other episodes go on.
+            return await asyncio.to_thread(_hidden, await session.call(tool, arguments), secrets)
         except ToolError as error:
             raise ToolError(_hidden(str(error), secrets)) from None
         except TimeoutError as error:
