@@ -635,7 +635,7 @@ def test_each_kind_of_run_reads_again_what_was_away_for_a_moment(monkeypatch: py
     monkeypatch.setattr("tasks.runtime.stage.RETRY_DELAYS_SECONDS", [0.0])
     monkeypatch.setattr("tasks.runtime.flow_run.with_whole_ids", away_once(calls, "with_whole_ids", refuse))
     with pytest.raises(ConfigError, match="no such model"):
-        flow_of(kind).fn(SimpleNamespace(max_hours=None))
+        flow_of(kind).fn(SimpleNamespace(max_hours=None, environment=None))
     assert calls == ["with_whole_ids"] * 2
 
 

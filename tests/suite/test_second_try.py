@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_what_passes_at_the_second_try_is_named_with_its_first_failure(tmp_path:
     assert "* test_it.py::TestOther::runTest" in block
     assert "test_right" not in done.stdout
     assert "a second try of 4 tests" in done.stdout and "4 passed" in done.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--numprocesses=2",)], ids=["alone", "two processes"])
+def test_a_file_that_skips_itself_whole_takes_nobody_the_second_try(options: tuple[str, ...], tmp_path: Path):
+    (tmp_path / "test_other.py").write_text("import pytest\npytest.importorskip('nothing_of_this_name')\n")
+    report = first_try(tmp_path, FLAKY, "test_other.py", *options)
+    assert len(ElementTree.parse(report).getroot().findall(".//skipped")) == 1
+    assert len(read(report)) == 4
 
 
 def test_what_fails_twice_is_red(tmp_path: Path):
