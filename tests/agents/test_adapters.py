@@ -603,6 +603,7 @@ def _seconds_of_trees(kinds: Sequence[list[Span]]) -> float:
         tree = TraceTree.from_spans(spans)
         tree.repair_hierarchy()
         assert len(tree.traverse()) >= len(spans)
+        assert TracerTraceToTriplet(exclude_llm_call_in_reward=False).adapt(spans)
     return time.thread_time() - started
 
 

@@ -76,13 +76,16 @@ class CallNames:
     def __init__(self, spans: Iterable[Span]) -> None:
         ordered = sorted(spans, key=lambda span: (span.sequence_id, span.start_time or 0.0))
         by_id = {span.span_id: span for span in reversed(ordered)}
+        answers = [response_id(span.attributes) for span in ordered]
+        spans_of = Counter(answers)
+        answer_of = dict(reversed([*zip((span.span_id for span in ordered), answers, strict=True)]))
         self._names: dict[tuple[Any, ...], str] = {}
         counts: Counter[tuple[str, str]] = Counter()
         inner: list[tuple[Span, Span]] = []
-        for span in ordered:
-            if (found := response_id(span.attributes)) is None or _this(span) in self._names:
+        for span, found in zip(ordered, answers, strict=True):
+            if found is None or _this(span) in self._names:
                 continue
-            outer = _outermost(span, found, by_id)
+            outer = span if spans_of[found] == 1 else _outermost(span, found, by_id, answer_of)
             if outer is not span:
                 inner.append((span, outer))
                 continue
@@ -104,12 +107,12 @@ def _this(span: Span) -> tuple[Any, ...]:
     return span.trace_id, span.span_id, span.name, span.start_time, span.end_time
 
 
-def _outermost(span: Span, name: str, by_id: Mapping[str, Span]) -> Span:
-    """Of the spans around this one, the last with the same id of an answer."""
+def _outermost(span: Span, name: str, by_id: Mapping[str, Span], answer_of: Mapping[str, str | None]) -> Span:
+    """Of the spans around this one, the last with the same id of an answer; ``answer_of`` has them by id of the span."""
     found, seen, around = span, {span.span_id}, by_id.get(span.parent_id or "")
     while around is not None and around.span_id not in seen:
         seen.add(around.span_id)
-        if response_id(around.attributes) == name:
+        if answer_of[around.span_id] == name:
             found = around
         around = by_id.get(around.parent_id or "")
     return found
