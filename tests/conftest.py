@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Before prefect or torch is imported anywhere.
@@ -176,6 +177,19 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     forked.close()
     left = request.config.stash[LEFTOVERS].found()
     assert not left, f"{OF_SEVERAL_TESTS}{len(left)} things are left by tests:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wardens_are_forked() -> Iterator[None]:
+    """Child processes of this one that import much, too."""
+    from rollout_core.base.isolation import child
+
+    programs = SimpleNamespace(
+        Popen=forked.start_warden, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "subprocess", programs)
+        yield
 
 
 @pytest.fixture(scope="session")

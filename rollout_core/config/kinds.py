@@ -66,4 +66,12 @@ def kind_of(tables: Mapping[str, Any], name: str) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of every run configuration, by kind, and of files of suites."""
-    return {name: model.model_json_schema() for name, model in {**CONFIG_KINDS, **SUITE_KINDS}.items()}
+    return {kind: schema_of(kind) for kind in {**CONFIG_KINDS, **SUITE_KINDS}}
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """JSON Schema of this kind of configuration or file of suites. Raises ConfigError where there is none."""
+    models: dict[str, type[Settings]] = {**CONFIG_KINDS, **SUITE_KINDS}
+    if kind not in models:
+        raise ConfigError(f"no kind of configuration is named {kind!r}; expected one of {', '.join(models)}")
+    return models[kind].model_json_schema()

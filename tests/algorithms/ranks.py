@@ -1,8 +1,9 @@
-"""Small updates by several processes: ``python -m torch.distributed.run ... ranks.py FOLDER MODEL KINDS [NAMES]``.
+"""Small updates by several processes: ``python -m torch.distributed.run ... ranks.py FOLDER MODEL WHOLE INTERRUPTED``.
 
-Every update runs with each of the comma-separated KINDS in the same processes, most of whose time goes into importing
-torch; NAMES are those of some updates alone. Each has a folder of its own below FOLDER; the first process writes what
-they made to checkpoints.json, and to apart.json which of some tensors were found to differ among the processes.
+WHOLE and INTERRUPTED are JSON lists of a kind of parallelism and the name of an update; all of them run in the same
+processes, most of whose time goes into importing torch. Each has a folder of its own below FOLDER; the first process
+writes what they made to checkpoints.json, and to apart.json which of some tensors were found to differ among the
+processes.
 """
 
 from __future__ import annotations
@@ -222,8 +223,20 @@ CASES = {
     ),
     "grpo, online dpo": Case(grpo, {"kind": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}, kinds=SHARING_ROWS),
 }
-INTERRUPTED = tuple((kind, name) for name, case in CASES.items() if case.is_interrupted for kind in case.kinds)
-"""Updates that are also left by some processes and taken up by others."""
+WHOLE = tuple((kind, name) for name, case in CASES.items() for kind in case.kinds)
+"""Kinds of parallelism and updates."""
+INTERRUPTED = tuple((kind, name) for kind, name in WHOLE if CASES[name].is_interrupted)
+"""Those that are also left by some processes and taken up by others."""
+BY_EVERY_KIND = ("sft", "sft, averaged weights", "dpo", "ppo", "grpo")
+OFTEN = frozenset(
+    (kind, name)
+    for number, (name, case) in enumerate(CASES.items())
+    for kind in (case.kinds if name in BY_EVERY_KIND else [case.kinds[number % len(case.kinds)]])
+)
+"""What `make test` has of them; `make campaigns` has the others. Every update is in it, by one kind at least."""
+INTERRUPTED_OFTEN = frozenset(
+    [("ddp", "sft"), ("tensor", "sft"), ("fsdp2", "sft, adapters"), ("fsdp2", "ppo"), ("ddp", "grpo, spikes left out")]
+)
 
 
 def leave(name: str, folder: Path, model: Path, parallel: ParallelConfig) -> None:
@@ -252,27 +265,30 @@ def place_of(folder: Path, kind: str, name: str) -> Path:
     return folder / kind / name.replace(" ", "-").replace(",", "")
 
 
+def by(kind: str) -> ParallelConfig:
+    return ParallelConfig.model_validate({"nproc": world_size(), "kind": kind})
+
+
 def main() -> None:
     from rollout_core.launch.rank import join
 
     folder, model = map(Path, sys.argv[1:3])
-    kinds, asked = sys.argv[3].split(","), sys.argv[4:]
+    whole, interrupted = map(json.loads, sys.argv[3:5])
     parallel.BUCKET_BYTES = 2**17  # so that these small models have several
     join()
     made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}, "resumed": {}}
-    for kind in kinds:
-        config = ParallelConfig.model_validate({"nproc": world_size(), "kind": kind})
-        for name in asked or [name for name, case in CASES.items() if kind in case.kinds]:
-            checkpoint = CASES[name].run(update_context(place_of(folder, kind, name)), model, config)
-            made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")
-        for name in [name for left, name in INTERRUPTED if left == kind and not asked]:
-            leave(name, place_of(folder / "left by two", kind, name), model, config)
-            place = update_context(place_of(folder / "left by one", kind, name))
-            made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, config).model_dump(mode="json")
-            again = update_context(place_of(folder / "left by two", kind, f"{name}, again"))
-            leave(name, again.cache.parent, model, config)
-            dist.barrier()  # the first may still be writing what both are to take up
-            made["resumed"][f"{kind} {name}"] = CASES[name].run(again, model, config).model_dump(mode="json")
+    for kind, name in whole:
+        place, config = update_context(place_of(folder, kind, name)), by(kind)
+        made["whole"][f"{kind} {name}"] = CASES[name].run(place, model, config).model_dump(mode="json")
+    for kind, name in interrupted:
+        config = by(kind)
+        leave(name, place_of(folder / "left by two", kind, name), model, config)
+        place = update_context(place_of(folder / "left by one", kind, name))
+        made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, config).model_dump(mode="json")
+        again = update_context(place_of(folder / "left by two", kind, f"{name}, again"))
+        leave(name, again.cache.parent, model, config)
+        dist.barrier()  # the first may still be writing what both are to take up
+        made["resumed"][f"{kind} {name}"] = CASES[name].run(again, model, config).model_dump(mode="json")
     apart = found_apart()
     if is_first():
         (folder / "apart.json").write_text(json.dumps(apart))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks import CASES, INTERRUPTED, KINDS, leave, place_of
+from ranks import CASES, INTERRUPTED, INTERRUPTED_OFTEN, KINDS, OFTEN, WHOLE, leave, place_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
@@ -47,19 +47,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_two(folder: Path, tiny_model: Path, run_process: Callable[..., str]) -> dict[str, dict[str, Checkpoint]]:
-    """What two processes made of every case of every kind, and of what one process had left."""
-    for kind, name in INTERRUPTED:
+def by_two(
+    request: pytest.FixtureRequest, folder: Path, tiny_model: Path, run_process: Callable[..., str]
+) -> dict[str, dict[str, Checkpoint]]:
+    """What two processes made of every case that tests ask for, and of what one process had left."""
+    whole, interrupted = asked_of(request, "by_two"), asked_of(request, "interrupted_by_two")
+    for kind, name in interrupted:
         leave(name, place_of(folder / "left by one", kind, name), tiny_model, ONE)
-    return made_by(2, run_process, folder, tiny_model, ",".join(KINDS))
+    return made_by(2, run_process, folder, tiny_model, whole, interrupted)
+
+
+@pytest.fixture(scope="module")
+def interrupted_by_two(by_two: dict[str, dict[str, Checkpoint]]) -> dict[str, dict[str, Checkpoint]]:
+    """The same, for tests of cases that are also left by some processes and taken up by others."""
+    return by_two
+
+
+def asked_of(request: pytest.FixtureRequest, fixture: str) -> list[tuple[str, str]]:
+    """Kinds and cases of the tests of this file that are run and use ``fixture``."""
+    here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    given = [item.callspec.params for item in here if fixture in item.fixturenames and hasattr(item, "callspec")]
+    return list(dict.fromkeys((params["kind"], params["name"]) for params in given))
 
 
 def made_by(
-    nproc: int, run_process: Callable[..., str], folder: Path, model: Path, kinds: str, *names: str
+    nproc: int,
+    run_process: Callable[..., str],
+    folder: Path,
+    model: Path,
+    whole: Sequence[tuple[str, str]],
+    interrupted: Sequence[tuple[str, str]] = (),
 ) -> dict[str, dict[str, Checkpoint]]:
     script = str(Path(__file__).with_name("ranks.py"))
     options = ("--standalone", "--nproc-per-node", str(nproc))
-    run_process("-m", "torch.distributed.run", *options, script, str(folder), str(model), kinds, *names)
+    lists = json.dumps(whole), json.dumps(interrupted)
+    run_process("-m", "torch.distributed.run", *options, script, str(folder), str(model), *lists)
     made = json.loads((folder / "checkpoints.json").read_text())
     return {
         part: {name: Checkpoint.model_validate(checkpoint) for name, checkpoint in checkpoints.items()}
@@ -104,7 +126,12 @@ def assert_same_training(
         assert row == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, case in CASES.items() for kind in case.kinds])
+def often(pairs: Iterable[tuple[str, str]], often: Collection[tuple[str, str]]) -> list[Any]:
+    """Parameters of tests, of which `make test` runs those that are among ``often``."""
+    return [pair if pair in often else pytest.param(*pair, marks=pytest.mark.campaign) for pair in pairs]
+
+
+@pytest.mark.parametrize(("kind", "name"), often(WHOLE, OFTEN))
 def test_two_processes_train_like_one(kind, name, by_one, by_two, folder):
     checkpoint, expected = by_two["whole"][f"{kind} {name}"], by_one(name)
     stores = objects(folder, kind, name), objects(folder, "one", name)
@@ -126,8 +153,11 @@ def test_their_checkpoint_is_a_plain_model_with_the_weights_of_one_process(kind,
         assert torch.allclose(tensor, other[name], atol=1e-5), name
 
 
-@pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
-def test_what_two_processes_leave_one_takes_up(kind, name, by_one, by_two, folder, tiny_model):
+TAKEN_UP = often(INTERRUPTED, INTERRUPTED_OFTEN)
+
+
+@pytest.mark.parametrize(("kind", "name"), TAKEN_UP)
+def test_what_two_processes_leave_one_takes_up(kind, name, by_one, interrupted_by_two, folder, tiny_model):
     steps: list[int] = []
     place = update_context(
         place_of(folder / "left by two", kind, name), on_start=lambda first, last: steps.append(first)
@@ -138,15 +168,17 @@ def test_what_two_processes_leave_one_takes_up(kind, name, by_one, by_two, folde
     assert_same_training(checkpoint, place.objects, by_one(name), objects(folder, "one", name))
 
 
-@pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
-def test_what_one_process_leaves_two_take_up(kind, name, by_one, by_two, folder):
+@pytest.mark.parametrize(("kind", "name"), TAKEN_UP)
+def test_what_one_process_leaves_two_take_up(kind, name, by_one, interrupted_by_two, folder):
     store = objects(folder / "left by one", kind, name)
-    assert_same_training(by_two["taken up"][f"{kind} {name}"], store, by_one(name), objects(folder, "one", name))
+    assert_same_training(
+        interrupted_by_two["taken up"][f"{kind} {name}"], store, by_one(name), objects(folder, "one", name)
+    )
 
 
-@pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
-def test_what_two_processes_leave_two_take_up_to_the_last_bit(kind, name, by_two):
-    whole, resumed = (by_two[part][f"{kind} {name}"] for part in ("whole", "resumed"))
+@pytest.mark.parametrize(("kind", "name"), TAKEN_UP)
+def test_what_two_processes_leave_two_take_up_to_the_last_bit(kind, name, interrupted_by_two):
+    whole, resumed = (interrupted_by_two[part][f"{kind} {name}"] for part in ("whole", "resumed"))
     assert (resumed.model, resumed.train_state) == (whole.model, whole.train_state)
 
 
@@ -181,7 +213,8 @@ def grouped_model(folder: Path, tiny_model: Path) -> Path:
 @pytest.mark.campaign  # two do in test_two_processes_train_like_one
 def test_four_processes_compute_every_row_together(folder, grouped_model, run_process):
     names = ("sft, layers computed twice", "dpo", "grpo")
-    by_four = made_by(4, run_process, folder / "four", grouped_model, "tensor", *names)["whole"]
+    asked = [("tensor", name) for name in names]
+    by_four = made_by(4, run_process, folder / "four", grouped_model, asked)["whole"]
     for name in names:
         place = update_context(place_of(folder, "one of grouped heads", name))
         expected = CASES[name].run(place, grouped_model, ONE)

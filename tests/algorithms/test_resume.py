@@ -28,11 +28,20 @@ class Interrupted(Exception):
     pass
 
 
+class Undisturbed(dict[str, Checkpoint]):
+    """The outcome of each update when nothing happens to it, computed once."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+
+    def __missing__(self, name: str) -> Checkpoint:
+        self[name] = UPDATES[name](update_context(self.folder / name), self.model)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    """The outcome of each update when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return {name: update(update_context(folder / name), tiny_model) for name, update in UPDATES.items()}
+def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), tiny_model)
 
 
 def disturb() -> None:
@@ -61,7 +70,7 @@ def check_resumed(name: str, steps: list[int], last: int) -> None:
     ("name", "stop_after"), [("sft", 1), ("sft", 3), ("sft", 6), ("sgd", 3), ("ppo", 3), ("ppo", 7), ("ppo", 10)]
 )
 def test_an_interrupted_update_ends_in_the_same_record(
-    undisturbed: dict[str, Checkpoint], tiny_model: Path, tmp_path: Path, name: str, stop_after: int
+    undisturbed: Undisturbed, tiny_model: Path, tmp_path: Path, name: str, stop_after: int
 ):
     def stop() -> None:
         disturb()
@@ -75,7 +84,11 @@ def test_an_interrupted_update_ends_in_the_same_record(
     assert sum(steps) <= stop_after
 
 
-BY_STEP = [name for name in UPDATES if name != "sgd"]
+OFTEN = ("sft", "sft-lora", "dpo", "ppo", "grpo")
+"""Whose processes `make test` kills; `make campaigns` kills those of each update."""
+BY_STEP = [
+    name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in UPDATES if name != "sgd"
+]
 IN_WRITE = [(name, moment) for name in ("sft", "dpo", "grpo") for moment in ("files", "filed")]
 
 
@@ -85,11 +98,19 @@ def killed_at(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def killed(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
     """Folder of an update whose process was killed at a moment."""
     folder = tmp_path_factory.mktemp("killed")
-    jobs = [f"{name}:step:{killed_at(name)}" for name in BY_STEP]
-    jobs += [f"{name}:{moment}:2" for name, moment in IN_WRITE]
+    here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    jobs = [
+        f"{name}:{item.callspec.params['moment']}:2"
+        if "moment" in item.callspec.params
+        else f"{name}:step:{killed_at(name)}"
+        for item in here
+        if "killed" in item.fixturenames and (name := item.callspec.params["name"])
+    ]
     script = str(Path(__file__).with_name("updates.py"))
     done = subprocess.run(
         [sys.executable, script, str(folder), str(tiny_model), *jobs],
@@ -107,7 +128,7 @@ def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.mark.parametrize("name", BY_STEP)
 def test_killed_and_taken_up_by_another_process_it_ends_in_the_same_record(
-    undisturbed: dict[str, Checkpoint], tiny_model: Path, killed: Callable[[str, str], Path], name: str
+    undisturbed: Undisturbed, tiny_model: Path, killed: Callable[[str, str], Path], name: str
 ):
     """Equal records name equal snapshots, byte for byte."""
     checkpoint, steps = started(killed(name, "step"), tiny_model, name)
@@ -117,7 +138,7 @@ def test_killed_and_taken_up_by_another_process_it_ends_in_the_same_record(
 
 @pytest.mark.parametrize(("name", "moment"), IN_WRITE)
 def test_killed_while_a_snapshot_is_written_it_goes_on_from_the_one_before(
-    undisturbed: dict[str, Checkpoint], tiny_model: Path, killed: Callable[[str, str], Path], name: str, moment: str
+    undisturbed: Undisturbed, tiny_model: Path, killed: Callable[[str, str], Path], name: str, moment: str
 ):
     place = update_context(folder := killed(name, moment))
     [(_, before)] = place.objects.list_refs("progress")
@@ -128,7 +149,7 @@ def test_killed_while_a_snapshot_is_written_it_goes_on_from_the_one_before(
 
 
 def test_a_finished_update_whose_record_was_lost_trains_no_step_again(
-    undisturbed: dict[str, Checkpoint], tiny_model: Path, tmp_path: Path
+    undisturbed: Undisturbed, tiny_model: Path, tmp_path: Path
 ):
     started(tmp_path, tiny_model, "ppo")
     assert started(tmp_path, tiny_model, "ppo") == (undisturbed["ppo"], [6, 6])

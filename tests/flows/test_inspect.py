@@ -109,7 +109,7 @@ def test_killed_while_it_answers_the_next_run_goes_on_and_comes_to_the_same_repo
     assert [len(sample.prompt) for sample in samples[:4]] == [1, 3, 1, 3]
 
 
-@pytest.mark.parametrize("who", ["model", "grader"])
+@pytest.mark.parametrize("who", [pytest.param("model", marks=pytest.mark.campaign), "grader"])
 def test_what_a_cached_stage_took_counts_in_the_budgets_of_model_and_grader(folder: Path, who: str):
     source = (folder / "tasks.py").read_text()
     (folder / "more.py").write_text(source.replace("def judged", "def judged_again"))

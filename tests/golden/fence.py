@@ -98,10 +98,11 @@ def in_process(*command: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def train_states(**environment: str) -> Lines:
-    """What a tiny run of each algorithm comes to in portable arithmetic, in a process with these variables."""
+def train_states(*names: str, **environment: str) -> Lines:
+    """What a tiny run of each algorithm (of those with these names, if any is given) comes to in portable arithmetic,
+    in a process with these variables."""
     with tempfile.TemporaryDirectory() as folder:
-        states = in_process(str(ALGORITHMS), folder, ROLLOUT_NUMERICS="portable", **environment)
+        states = in_process(str(ALGORITHMS), folder, *names, ROLLOUT_NUMERICS="portable", **environment)
     return {"train states": [f"{name} {state}" for name, state in states.items()]}
 
 

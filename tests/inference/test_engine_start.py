@@ -330,7 +330,7 @@ def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch,
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("which", ["VLLM::EngineCor", "VLLM::Worker"])
+@pytest.mark.parametrize("which", [pytest.param("VLLM::EngineCor", marks=pytest.mark.campaign), "VLLM::Worker"])
 def test_an_engine_killed_while_it_starts_is_started_again_with_the_stage(small, tmp_path, which):
     """As the kernel does where memory runs out. A fault of the configuration would end the night."""
     from rollout_core.config import VLLMBackend

@@ -232,6 +232,7 @@ def test_ranks_that_are_told_to_stop_themselves_say_so(tiny_model, tmp_path):
         update(tmp_path, tiny_model, on_step=terminate)
 
 
+@pytest.mark.campaign  # of a process alone it comes back above
 def test_what_is_wrong_comes_back_as_the_error_it_is(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"^rank \d of 2 of the sft update: none of 20 rows has a token to train"):
         update(tmp_path, tiny_model, changes={"sequence": {"max_length": 2}})

@@ -185,7 +185,7 @@ def test_an_own_loss_by_hand():
     assert seen["ref"].tolist() == [[-2.5, -2.5], [-2.5, 0.0]]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("dpo", marks=pytest.mark.campaign)])
 def test_ranks_of_a_machine_compute_with_the_code_as_it_was_read(kind: str, code: Path, tiny_model: Path, tmp_path):
     parallel = {"parallel": {"nproc": 2}}
     own = settings_of(kind, code, **parallel)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib.abc
 import importlib.machinery
@@ -30,6 +31,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +43,11 @@ LIBRARIES = (
     "aiohttp",
     "alembic",
     "datasets",
+    "inspect_ai",
+    "inspect_ai.dataset",
+    "inspect_ai.model",
+    "inspect_ai.scorer",
+    "inspect_ai.tool",
     "jsonschema",
     "matplotlib.figure",
     "msgspec",
@@ -78,7 +85,7 @@ LIBRARIES = (
     "rollout_core.runs.run_records",
     "rollout_core.store.sql.by_url",
 )
-HIDDEN = ("accelerate", "datasets", "matplotlib", "pandas", "prefect", "pyarrow", "torch", "transformers")
+HIDDEN = ("accelerate", "datasets", "inspect_ai", "matplotlib", "pandas", "prefect", "pyarrow", "torch", "transformers")
 """Packages that look as if they were not imported until a program imports them. Prefect reads its variables then."""
 SENSITIVE = (
     "ACCELERATE_", "ATEN_", "CUBLAS", "CUDA", "DNNL_", "GCSFS_", "HF_", "KMP_", "LANG", "LC_", "LD_", "MALLOC", "MKL_",
@@ -88,9 +95,12 @@ SENSITIVE = (
 """Beginnings of variables that the interpreter or a library reads when it starts."""
 APPLIED = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR",
-    "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_CPP_LOG_LEVEL",
+    "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_CPP_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
 )  # fmt: skip
-"""Exceptions: a forked process applies the first two; transformers, vLLM and our backend for it set the others."""
+"""Exceptions: a forked process applies the first two; transformers, vLLM, our backend for it and scikit-learn set the
+others."""
+MOST_FILES = 16
+"""That one process is given."""
 _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: orphans among a process's descendants become its children."""
 
@@ -106,7 +116,7 @@ class Process(subprocess.Popen[Any]):
             cwd, env, _startupinfo, _creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
             _restore_signals, gid, gids, uid, umask, _start_new_session, process_group,
         ) = rest  # fmt: skip
-        plain = not (shell or executable or preexec_fn or pass_fds) and (gid, gids, uid, umask) == (
+        plain = not (shell or executable or preexec_fn) and (gid, gids, uid, umask) == (
             None,
             None,
             None,
@@ -118,8 +128,10 @@ class Process(subprocess.Popen[Any]):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
             return
         files = [given if given != -1 else number for number, given in enumerate((p2cread, c2pwrite, errwrite))]
+        files += pass_fds
         asked = {
             "arguments": words[1:],
+            "numbers": [0, 1, 2, *pass_fds],
             "environment": environment,
             "folder": os.fspath(cwd) if cwd is not None else os.getcwd(),
             "parent": os.getpid(),
@@ -144,6 +156,16 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+LONG_IMPORTS = ("rollout_core.evaluation.inspect_process:handle", "rollout_core.models.bounded.inspecting:handle")
+"""Handlers of child processes that spend their time on importing inspect_ai or transformers."""
+
+
+def start_warden(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """As `subprocess.Popen` for `rollout_core.base.isolation`, whose interpreters import little but for these."""
+    is_forked = "-m" in command and json.loads(command[-1])["handler"] in LONG_IMPORTS
+    return (Process if is_forked else subprocess.Popen)(command, **options)
+
+
 class _Server:
     """The process that forks, started when it is first needed; it ends with this one."""
 
@@ -166,7 +188,7 @@ class _Server:
             (path / "rollout_core").exists() and path != PROJECT for path in (*paths, Path(folder or ".").absolute())
         ):
             return False
-        program = words[2:] if words[1:2] == ["-P"] else words[1:]
+        program = words[1 + len(_flags(words[1:])) :]
         if words[0] != sys.executable or not program or (program[0][0] == "-" and program[0] not in ("-c", "-m")):
             return False
         names = {*environment, *self._environment}
@@ -232,7 +254,7 @@ def serve(number: int) -> None:
     gc.enable()
     with socket.socket(fileno=number) as requests:
         while True:
-            size, files, _, _ = socket.recv_fds(requests, 4, 3)
+            size, files, _, _ = socket.recv_fds(requests, 4, MOST_FILES)
             if len(size) < 4:
                 os._exit(0)  # nothing is to be said of what the libraries leave
             wanted, message = int.from_bytes(size, "big"), b""
@@ -261,7 +283,11 @@ def serve(number: int) -> None:
 def _become(asked: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """Be the program, as a new interpreter would, and end."""
     os.setsid()  # a group of its own in any case: that of the server is not the caller's
-    for number, file in enumerate(files):
+    # Above all the numbers that are asked for, so that none is taken before it is copied.
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1 + max(asked["numbers"])) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(asked["numbers"], above, strict=True):
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -270,7 +296,7 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     os.chdir(asked["folder"])
     multiprocessing.process.ORIGINAL_DIR = asked["folder"]
     tempfile.tempdir = None
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in _flags(asked["arguments"])
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _writing(1, unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _writing(2, True)  # type: ignore[misc]
@@ -303,9 +329,8 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
 
 def _program(arguments: list[str], folder: str) -> Callable[[], object]:
     """What an interpreter with these arguments runs; sets the path and the arguments that it sees."""
-    safe_path = arguments[0] == "-P"
-    if safe_path:
-        arguments.pop(0)
+    safe_path = "-P" in _flags(arguments)
+    arguments = arguments[len(_flags(arguments)) :]
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     # Of this process the first is its own working folder, and what PYTHONPATH named follows.
     mine = [entry for entry in sys.path[1:] if entry not in _SERVERS_PATH]
@@ -326,6 +351,11 @@ def _program(arguments: list[str], folder: str) -> Callable[[], object]:
         module.__dict__["__file__"] = what
         code = compile(Path(what).read_bytes(), what, "exec")
     return lambda: exec(code, module.__dict__)
+
+
+def _flags(arguments: Sequence[str]) -> list[str]:
+    """The flags that an interpreter's arguments begin with, of those that a forked process can follow."""
+    return list(takewhile(lambda word: word in ("-P", "-u"), arguments))
 
 
 _SERVERS_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
