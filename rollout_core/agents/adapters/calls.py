@@ -108,7 +108,7 @@ def _this(span: Span) -> tuple[Any, ...]:
 
 
 def _outermost(span: Span, name: str, by_id: Mapping[str, Span], answer_of: Mapping[str, str | None]) -> Span:
-    """Of the spans around this one, the last with the same id of an answer; ``answer_of`` has them by id of the span."""
+    """Of the spans around this one, the last with the same id of an answer; ``answer_of`` has these by span."""
     found, seen, around = span, {span.span_id}, by_id.get(span.parent_id or "")
     while around is not None and around.span_id not in seen:
         seen.add(around.span_id)
