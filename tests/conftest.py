@@ -184,9 +184,7 @@ def wardens_are_forked() -> Iterator[None]:
     """Child processes of this one that import much, too."""
     from rollout_core.base.isolation import child
 
-    programs = SimpleNamespace(
-        Popen=forked.start_warden, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    programs = SimpleNamespace(**{**vars(subprocess), "Popen": forked.start_warden})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "subprocess", programs)
         yield

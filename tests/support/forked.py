@@ -156,13 +156,13 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-LONG_IMPORTS = ("rollout_core.evaluation.inspect_process:handle", "rollout_core.models.bounded.inspecting:handle")
+WARDENS = ("rollout_core.evaluation.inspect_process:handle", "rollout_core.models.bounded.inspecting:handle")
 """Handlers of child processes that spend their time on importing inspect_ai or transformers."""
 
 
-def start_warden(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """As `subprocess.Popen` for `rollout_core.base.isolation`, whose interpreters import little but for these."""
-    is_forked = "-m" in command and json.loads(command[-1])["handler"] in LONG_IMPORTS
+def start_warden(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """As `subprocess.Popen` for `rollout_core.base.isolation`, whose processes import little but for these."""
+    is_forked = "-m" in command and json.loads(command[-1])["handler"] in WARDENS
     return (Process if is_forked else subprocess.Popen)(command, **options)
 
 
