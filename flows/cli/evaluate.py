@@ -15,8 +15,10 @@ from flows.cli.common import (
     Debug,
     DryRun,
     HotReload,
+    Locked,
     Overrides,
     PluginPaths,
+    held_to,
     one_line_errors,
     parse_overrides,
     plugins_at,
@@ -89,6 +91,7 @@ def eval_run(
     ] = False,
     resource: ServedResource = "policy",
     set_: Overrides = None,
+    locked: Locked = None,
     plugin: PluginPaths = None,
     hot_reload: HotReload = False,
     debug: Debug = False,
@@ -101,7 +104,8 @@ def eval_run(
         tables = {"model": _model(model, given, resource), "suites": _suites(suite, rows or [])}
         given = {} if backend is None else {"backend.kind": backend}
         given |= {"run.refresh": True} if refresh else {}
-        overrides, options = given | parse_overrides(set_), {"backend.kind": "--backend", "run.refresh": "--refresh"}
+        overrides = given | parse_overrides(set_) | held_to(locked, dry_run=dry_run)
+        options = {"backend.kind": "--backend", "run.refresh": "--refresh", "run.locked": "--locked"}
         config = load_tables(tables, "eval run", EvalConfig, overrides, options)
         from rollout_core.plans.learner_plan import plan_suites  # while another process imports torch for a dry run
 

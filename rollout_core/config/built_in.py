@@ -45,7 +45,7 @@ def built_in() -> Iterator[BuiltIn]:
         for member in _members(table):
             if isinstance(member, str):
                 yield BuiltIn(kind, member, "")
-            elif not issubclass(member, PluginUse):
+            elif not issubclass(member, PluginUse) and not getattr(member, "is_refused", False):
                 meaning = " ".join((member.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
                 for name in get_args(member.model_fields["kind"].annotation):
                     yield BuiltIn(kind, name, meaning)

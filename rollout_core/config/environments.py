@@ -249,6 +249,7 @@ class VerifiersEnvironment(AdaptedEnvironment):
 class HarborEnvironment(AdaptedEnvironment):
     """Tasks of Harbor and Terminal-Bench, which are refused with the reason."""
 
+    is_refused: ClassVar[bool] = True
     kind: Literal["harbor"]
 
     @model_validator(mode="before")

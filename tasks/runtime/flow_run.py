@@ -49,7 +49,7 @@ from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.connections import current_connections, objects, working_folder
 from tasks.runtime.dask.placed_stages import placed
 from tasks.runtime.dry_run import current_dry_run, note_plan, note_settings
-from tasks.runtime.held_run import HeldRun, current_held_run, holding
+from tasks.runtime.held_run import HELD, HeldRun, holding
 from tasks.runtime.journal import Journal, keep_journal, stage_logger
 from tasks.runtime.run_record import WORKERS_RUN, Recorder
 from tasks.runtime.stage import refreshing, retry
@@ -99,8 +99,9 @@ def pipeline(
             with ExitStack() as stack:
                 for close in reversed(closes):
                     stack.callback(close)
-                with holding(_held_to_its_plan(whole, run_body)):
-                    return recompute_missing(run_body, whole)
+                if (held := _held_to_its_plan(whole, run_body)) is not None:
+                    stack.enter_context(holding(held))
+                return recompute_missing(run_body, whole)
 
         return run
 
@@ -182,7 +183,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
 
 
 def _say_what_was_not_planned() -> None:
-    held = current_held_run()
+    held = HELD.get()
     if held is not None and (more := held.unplanned()):
         shown = ", ".join(more[:10]) + (", ..." if len(more) > 10 else "")
         stage_logger().warning("calls that plan %s does not have: %d: %s", held.plan.id.short, len(more), shown)

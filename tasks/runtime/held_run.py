@@ -82,19 +82,15 @@ def imported_ids(record: Record) -> tuple[str, ...]:
     return tuple(sorted(named_in(identity(record))))
 
 
-_current: ContextVar[HeldRun | None] = ContextVar("rollout_held_run", default=None)
+HELD: ContextVar[HeldRun | None] = ContextVar("rollout_held_run", default=None)
+"""The run that this is part of, if it is held to a plan."""
 
 
 @contextmanager
-def holding(held: HeldRun | None) -> Iterator[None]:
-    """Stages that are called inside the block are held to a plan, if there is one."""
-    token = _current.set(held)
+def holding(held: HeldRun) -> Iterator[None]:
+    """Stages that are called inside the block are held to a plan."""
+    token = HELD.set(held)
     try:
         yield
     finally:
-        _current.reset(token)
-
-
-def current_held_run() -> HeldRun | None:
-    """The run that this is part of, if it is held to a plan."""
-    return _current.get()
+        HELD.reset(token)

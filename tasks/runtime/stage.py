@@ -56,7 +56,7 @@ from tasks.runtime.arguments import read_arguments, spread_arguments
 from tasks.runtime.artifact_sender import SENDER
 from tasks.runtime.dry_run import InDryRun, current_dry_run
 from tasks.runtime.events import WorkEnd, WorkStart, emit
-from tasks.runtime.held_run import current_held_run
+from tasks.runtime.held_run import HELD
 from tasks.runtime.journal import CACHED, CHECKED, StageEntry, at_work, current_journal, stage_logger, title_of
 from tasks.runtime.placement import RunsTasks, Submitted, place_of
 from tasks.runtime.stage_leases import alone
@@ -298,7 +298,7 @@ class Stage(Generic[P, R]):
         return prepared
 
     def _hold(self, inputs: dict[str, Any]) -> None:
-        if (held := current_held_run()) is not None and not self.imports:
+        if (held := HELD.get()) is not None and not self.imports:
             label, counted = self._label(inputs), self.identities(inputs)
             held.call(self.name, self.version, label, counted, is_cached=self.cached)
 
@@ -314,7 +314,7 @@ class Stage(Generic[P, R]):
     def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float, span: traces.Span) -> R:
         if state.is_completed():
             record = self.record.model_validate(state.result())
-            if (held := current_held_run()) is not None and self.imports:
+            if (held := HELD.get()) is not None and self.imports:
                 held.imported(self.name, self._label(inputs), record)
             name = (state.name or "") if self.cached else CHECKED
             self._note(inputs, name, seconds, record)

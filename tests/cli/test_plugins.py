@@ -163,10 +163,10 @@ def test_what_is_built_in_is_listed_by_the_names_that_a_configuration_takes():
             for name, definition in definitions.items()
             if name.endswith(table) and "kind" in definition["properties"]
         }
-        assert taken - {"plugin"} <= {name for of, name in listed if of == kind}
+        assert taken - {"plugin", "harbor"} <= {name for of, name in listed if of == kind}
         assert taken, table
     assert {("reward-model", "exact_match"), ("reward-model", "composite"), ("tracker", "tensorboard")} <= listed
-    assert not [name for _, name in listed if name == "plugin"]
+    assert not [name for _, name in listed if name in ("plugin", "harbor")], "one is each plugin, one is refused"
     _, table = run("list")
     assert "no plugin is here; `rollout plugins new reward-model NAME` begins one" in table
     assert "def reward(sample: RewardInput) -> float | None" in " ".join(table.split())

@@ -83,6 +83,26 @@ def last_states() -> dict[str, str]:
     return {f"{call.stage} {call.label}".strip(): call.state for call in detail.calls}
 
 
+def test_an_evaluation_is_held_to_the_plan_of_a_file(folder: Path, tiny_model: Path):
+    suite = (
+        'name = "plain"\nrows = { path = "plain.jsonl" }\nsampling = { temperature = 0.0, max_tokens = 32 }\n'
+        'scorer = { kind = "text", compare = "contains" }\n'
+    )
+    (folder / "plain.toml").write_text(suite)
+    model = f'[model]\nuri = "{tiny_model}"\n[backend]\nkind = "scripted"\n'
+    (folder / "eval.toml").write_text(f"{model}[[suites]]\n{suite}")
+    planned = CliRunner().invoke(app, ["plan", "--config", "eval.toml", "--lock", "plan.json"])
+    assert planned.exit_code == 0, planned.output
+    command = ["eval", "run", str(tiny_model), "--suite", "plain.toml", "--backend", "scripted", "--locked", "plan.json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "0.2500" in done.stdout, done.output
+    refused = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert refused.exit_code == 2 and "`rollout plan --config FILE --locked plan.json`" in refused.stderr
+    (folder / "plain.jsonl").write_text('{"prompt": "sort 7 1 =", "answer": "sort 3"}\n')
+    other = CliRunner().invoke(app, command)
+    assert other.exit_code == 2 and "planned content" in other.stderr, other.output
+
+
 def test_answers_are_scored_reported_and_compared(folder: Path, tiny_model: Path, other_tiny_model: Path):
     [report] = evaluate(tiny_model, PLAIN, kind="scripted")  # answers SCRIPTED: and the prompt
     assert [(metric.name, metric.value) for metric in report.metrics] == [("mean", 0.25), ("accuracy", 0.25)]

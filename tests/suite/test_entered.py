@@ -18,9 +18,9 @@ from rollout_core.store import LightningStoreClient, LightningStoreServer, SqlLi
 from tests.algorithms import updates
 from tests.suite.entered import EnteredFiles
 
-ENQUEUE, BATCH_RUN = 21, 94
+ENQUEUE, BATCH_RUN = 21, 93
 """Two more since each write tells those who watch, by changes and their rows; of a batch run a third, which is the form
-of logs, and two more since a run may be held to a plan and says what its machine has."""
+of logs, and one more since it says what its machine has."""
 SFT_STEPS = 13
 """Two more since the output layer and what is kept of an update under way stand in files of their own."""
 
