@@ -247,9 +247,24 @@ def weights_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(refuse))
 
 
+SET_BY_NANNIES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+)
+"""Variables that Dask's nannies set in the process that starts them, for good."""
+
+
 @pytest.fixture(autouse=True)
 def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has its own storage, database and cache."""
+    """Every test has its own storage, database and cache, and leaves the environment that it found."""
+    for name in SET_BY_NANNIES:
+        value = os.environ.get(name, "")
+        monkeypatch.setenv(name, value)  # so that it is put back
+        if not value:
+            monkeypatch.delenv(name)
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'rollout.db'}")
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))

@@ -172,6 +172,24 @@ def test_a_local_cluster_of_two_processes_shares_the_shards_and_a_second_run_fin
     assert attempts() == before
 
 
+def test_workers_have_one_thread_and_the_run_that_starts_them_as_many_as_before(tmp_path: Path):
+    import dask.config
+    from distributed import Client, LocalCluster
+
+    from tasks.runtime.dask.fleet import cluster_settings
+
+    def threads() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.endswith("_NUM_THREADS")}
+
+    before = threads()
+    here: dict[str, Any] = {"dashboard_address": None, "local_directory": str(tmp_path)}
+    with dask.config.set({**cluster_settings(), "temporary-directory": str(tmp_path)}):
+        with LocalCluster(n_workers=1, processes=True, **here) as cluster, Client(cluster) as client:
+            [found] = client.run(threads).values()
+    assert found == dict.fromkeys(("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | before
+    assert threads() == before
+
+
 @pytest.mark.server
 def test_a_killed_worker_loses_only_what_it_had_not_committed_and_its_shards_move(tiny_model, tmp_path, run, cluster):
     workers = {"shard_size": 60, "dask": {"address": cluster.address}}

@@ -93,7 +93,8 @@ def test_an_evaluation_is_held_to_the_plan_of_a_file(folder: Path, tiny_model: P
     (folder / "eval.toml").write_text(f"{model}[[suites]]\n{suite}")
     planned = CliRunner().invoke(app, ["plan", "--config", "eval.toml", "--lock", "plan.json"])
     assert planned.exit_code == 0, planned.output
-    command = ["eval", "run", str(tiny_model), "--suite", "plain.toml", "--backend", "scripted", "--locked", "plan.json"]
+    command = ["eval", "run", str(tiny_model), "--suite", "plain.toml", "--backend", "scripted"]
+    command += ["--locked", "plan.json"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "0.2500" in done.stdout, done.output
     refused = CliRunner().invoke(app, [*command, "--dry-run"])

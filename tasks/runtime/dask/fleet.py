@@ -54,6 +54,7 @@ CLUSTER_SETTINGS = {
     # Dask sizes adaptive clusters by the time that tasks take, which it does not know before the first has ended.
     "distributed.scheduler.default-task-durations": {"infer_shard": "1h"},
 }
+FOR_WORKERS, BEFORE_WORKERS = "distributed.nanny.environ", "distributed.nanny.pre-spawn-environ"
 LOCAL_CLUSTER_OPTIONS = {"threads_per_worker": SHARDS_PER_WORKER, "memory_limit": 0, "dashboard_address": None}
 """Unless given: an engine's memory is not Dask's to bound, and nobody asked for an open port."""
 
@@ -396,13 +397,25 @@ def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Itera
         yield cluster.fleet(workers, config, at_once=SHARDS_PER_WORKER)
 
 
+def cluster_settings() -> dict[str, Any]:
+    """Dask's, for a cluster of this run.
+
+    A nanny has its worker begin with one thread by variables of its own process, which is the run's: its learners would
+    have one thread, too, from the first worker on. So workers set these themselves, which is before they import torch.
+    """
+    begins = dask.config.get(BEFORE_WORKERS)
+    threads = {name: value for name, value in begins.items() if name.endswith("_NUM_THREADS")}
+    others = {name: value for name, value in begins.items() if name not in threads}
+    return {**CLUSTER_SETTINGS, BEFORE_WORKERS: others, FOR_WORKERS: {**threads, **dask.config.get(FOR_WORKERS)}}
+
+
 @contextmanager
 def dask_cluster(config: DaskCluster, run_id: str, *, key: str) -> Iterator[OpenCluster]:
     """The configured cluster, with what its workers need to know of this run. ``key``: of the configuration.
 
     Raises ConfigError where it cannot be made, or its workers cannot run our code; Recoverable where none answers.
     """
-    with dask.config.set(CLUSTER_SETTINGS), _runner(config) as runner:
+    with dask.config.set(cluster_settings()), _runner(config) as runner:
         client = _client(runner, config, key)
         driver = introduce(run_id)
         keeper = EngineKeeper(run_id, _flow_address(), workers_end=config.cluster is not None)
