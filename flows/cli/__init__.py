@@ -76,6 +76,10 @@ add_commands(
         ),
         "promote": ("flows.cli.promotion:promote", "Make a model the latest, without asking for evidence."),
         "rollback": ("flows.cli.promotion:rollback", "Serve again the model that was the latest before."),
+        "serve": (
+            "flows.cli.serve:serve",
+            "Serve a model to clients of OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C.",
+        ),
         "completion": (
             "flows.cli.completion:completion",
             "Print what completes this command in a shell: ``source <(rollout completion bash)``.",

@@ -59,7 +59,7 @@ _SEMAPHORE = "sem."
 LONGEST_SLEEP_MS = 5
 """Of an engine process that waits for a message, until it looks whether there is one of which it was not notified."""
 _LOOK_SECONDS = 0.5
-_WORKERS, _ENGINES = "worker-failure", "engine-failure"
+_WORKERS, ENGINES = "worker-failure", "engine-failure"
 """How the names of files begin in which an engine's processes leave why they end."""
 _REASON_LETTERS = 600
 _ENDS_WITH_ANOTHER = ("WorkerProc initialization failed", "Executor failed", "cancelled", "Worker failed with error")
@@ -95,7 +95,7 @@ class _Reasons(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or str(error).startswith(_ENDS_WITH_ANOTHER):
             return
-        _write_reason(self._folder, _WORKERS if record.name.endswith("multiproc_executor") else _ENGINES, error)
+        _write_reason(self._folder, _WORKERS if record.name.endswith("multiproc_executor") else ENGINES, error)
 
 
 def _write_reason(folder: Path, kind: str, error: BaseException) -> None:
@@ -105,7 +105,7 @@ def _write_reason(folder: Path, kind: str, error: BaseException) -> None:
 
 
 @contextmanager
-def _noting_reason(kind: str) -> Iterator[None]:
+def noting_reason(kind: str) -> Iterator[None]:
     """Around what a process of an engine runs, for what is raised before vLLM would log it."""
     try:
         yield
@@ -119,7 +119,7 @@ def _noting_reason(kind: str) -> Iterator[None]:
 def engine_failure(folder: Path) -> str | None:
     """The exception that ended an engine with these files, its worker's before its own. None: its processes raised
     nothing, so somebody killed them, such as the kernel where memory runs out, or native code ended them."""
-    for kind in (_WORKERS, _ENGINES):
+    for kind in (_WORKERS, ENGINES):
         for file in sorted(folder.glob(f"{kind}-*")):
             return file.read_text(encoding="utf-8")
     return None
@@ -191,7 +191,7 @@ class EngineProcess(SpawnProcess):
 
 def _await_arguments(arguments: Connection) -> None:
     """What an `EngineProcess` runs."""
-    with _noting_reason(_ENGINES):
+    with noting_reason(ENGINES):
         for module in ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollout_core.inference.vllm_worker"):
             importlib.import_module(module)  # what it and its worker are going to need
     with arguments:
@@ -262,7 +262,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     # The kernel would end this process alone; its workers would run until they notice.
     threading.Thread(target=_end_with_owner, name="rollout-owner-watch", daemon=True).start()
     signal_at_parents_end(None)
-    with _noting_reason(_ENGINES):
+    with noting_reason(ENGINES):
         _run_engine_core(*args, **kwargs)
 
 
@@ -296,7 +296,7 @@ def worker_main(*args: Any, **kwargs: Any) -> None:
     engine = multiprocessing.parent_process()
     if engine is not None and os.getppid() != engine.pid:
         os._exit(1)
-    with _noting_reason(_WORKERS):
+    with noting_reason(_WORKERS):
         from rollout_core.inference import vllm_worker
 
         vllm_worker.prepare_worker()

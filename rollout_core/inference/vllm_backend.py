@@ -96,12 +96,12 @@ class VLLMEngine(GathersStream):
 
     def _start(self, model: ModelRef) -> LLM:
         config = self._config
-        _prepare_environment(config, self._device)
+        prepare_engine_environment(config, self._device)
         check_numerics(self._dtype)
         has_process = self._device == "cpu" and importlib.util.find_spec("vllm") is not None
         try:
-            with started_ahead(_environment(config)) if has_process else nullcontext():
-                _import_vllm()
+            with started_ahead(thread_environment(config)) if has_process else nullcontext():
+                import_vllm()
                 llm = start_vllm(model.folder, **self._options(model))
         except ConfigError:
             raise
@@ -129,33 +129,16 @@ class VLLMEngine(GathersStream):
     def _options(self, model: ModelRef) -> dict[str, Any]:
         """What vLLM is started with."""
         config = self._config
-        options: dict[str, Any] = {}
-        if self._known_ids is not None:
-            from rollout_core.inference.vllm_known_ids import engine_options
-
-            options |= engine_options(self._known_ids)
         self._caches_prefixes = self._decides_to_cache(model)
+        options = engine_options(config, known=self._known_ids, caches_prefixes=self._caches_prefixes)
         if self._device == "cuda":
-            options["gpu_memory_utilization"] = config.gpu_memory_utilization
             options["enable_sleep_mode"] = config.sleep
         else:
             options["worker_extension_cls"] = _WORKER_EXTENSION
-            # When vLLM prefills a prompt in chunks it rewinds the request's random generator, which a CPU's does not
-            # support: the engine dies. Any prompt that arrives among many may be chunked.
-            options["enable_chunked_prefill"] = False
-            if self._caches_prefixes:
-                options["block_size"] = CPU_BLOCK_SIZE
         return options | {
-            "dtype": self._dtype,
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "enable_prefix_caching": self._caches_prefixes,
-            "enforce_eager": self._device == "cpu",
             # The behaviour policy's own distribution (after temperature): what a learner compares with.
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
-            "use_tqdm_on_load": False,
         }
 
     def _decides_to_cache(self, model: ModelRef) -> bool:
@@ -385,6 +368,33 @@ class VLLMEngine(GathersStream):
             gc.collect()
 
 
+def engine_options(config: VLLMBackend, *, known: int | None, caches_prefixes: bool) -> dict[str, Any]:
+    """What any engine of vLLM is started with. Of the model's ids it draws the first ``known`` alone, if given."""
+    options: dict[str, Any] = {}
+    if known is not None:
+        from rollout_core.inference.vllm_known_ids import known_ids_options
+
+        options |= known_ids_options(known)
+    device = probe_device()
+    if device == "cuda":
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        # When vLLM prefills a prompt in chunks it rewinds the request's random generator, which a CPU's does not
+        # support: the engine dies. Any prompt that arrives among many may be chunked.
+        options["enable_chunked_prefill"] = False
+        if caches_prefixes:
+            options["block_size"] = CPU_BLOCK_SIZE
+    return options | {
+        "dtype": config.concrete_dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_prefix_caching": caches_prefixes,
+        "enforce_eager": device == "cpu",
+        "use_tqdm_on_load": False,
+    }
+
+
 def _scored(request: Request, flat: FlatLogprobs) -> Completion:
     """Prompts' log-probabilities are those of the plain logits, whatever ``logprobs_mode`` says; the first token has
     none, and each other one stands first at its place."""
@@ -453,7 +463,7 @@ def _refuse_long_contexts(llm: LLM) -> None:
         )
 
 
-def _import_vllm() -> None:
+def import_vllm() -> None:
     """Raises ConfigError where it is not installed."""
     try:
         end_with_owner()
@@ -466,7 +476,7 @@ def _import_vllm() -> None:
         ) from error
 
 
-def _environment(config: VLLMBackend) -> dict[str, str]:
+def thread_environment(config: VLLMBackend) -> dict[str, str]:
     """Variables of an engine's processes on a CPU in addition to those of this one."""
     count = config.fixed_threads
     if count is None and config.is_single_threaded and BINDING not in os.environ:
@@ -474,7 +484,7 @@ def _environment(config: VLLMBackend) -> dict[str, str]:
     return {EAGER: "1"} | ({} if count is None else {THREADS: str(count), BINDING: "nobind"})
 
 
-def _prepare_environment(config: VLLMBackend, device: str) -> None:
+def prepare_engine_environment(config: VLLMBackend, device: str) -> None:
     """vLLM reads these when it is imported or when its worker starts; a user's own settings win."""
     # vLLM's own configuring flushes every handler of the process with logging's lock in its hands. Prefect's waits for
     # a thread that may want that lock: neither ever continues.

@@ -39,7 +39,7 @@ class DrawKnownIds(LogitsProcessor):
         """It is the same for every request."""
 
 
-def engine_options(known_ids: int) -> dict[str, Any]:
+def known_ids_options(known_ids: int) -> dict[str, Any]:
     """Arguments of an engine that draws the first ``known_ids`` ids alone."""
     return {
         "logits_processors": [f"{DrawKnownIds.__module__}:{DrawKnownIds.__qualname__}"],

@@ -1,0 +1,1 @@
+"""Models online: an OpenAI-compatible server in front of an engine that is a process of its own."""

@@ -1,0 +1,118 @@
+"""An engine's server for tests, as a program: ``python upstream.py SOCKET FOLDER``. It answers on a Unix socket as
+vLLM's does, writes each request and each client that left into ``FOLDER/log``, and does what a prompt says:
+
+``say N``: N tokens. ``hold``: one token, and then none until the file ``FOLDER/go`` is there. ``die``: end by SIGKILL
+before an answer, as often as the file ``FOLDER/deaths`` says. ``half``: one token and half an event, then SIGKILL.
+``flood``: tokens of 64 KB without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+SOCKET, FOLDER = sys.argv[1], Path(sys.argv[2])
+FIELDS = ("model", "prompt", "messages", "input", "stream", "max_tokens", "store", "previous_response_id")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def note(line: str) -> None:
+    with (FOLDER / "log").open("a") as file:
+        file.write(line + "\n")
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
+
+
+async def answer(request: web.Request) -> web.StreamResponse:
+    body = await request.json()
+    prompt = str(body.get("prompt") or body.get("input") or "")
+    note(f"asked {prompt}")
+    if prompt == "die":
+        left = int((FOLDER / "deaths").read_text())
+        if left:
+            (FOLDER / "deaths").write_text(str(left - 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+    if not body.get("stream"):
+        try:
+            while prompt == "hold" and not (FOLDER / "go").exists():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            note("left")
+            raise
+        return web.json_response({"choices": [{"index": 0, "text": prompt}]})
+    return await stream(request, prompt)
+
+
+async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    count = int(prompt.split()[1]) if prompt.startswith("say") else 1
+    try:
+        for number in range(count):
+            await response.write(event(f"{number}"))
+            await asyncio.sleep(0.01)
+        while prompt == "flood":
+            await response.write(event("x" * (64 << 10)))
+            note("flooded")
+        while prompt == "hold" and not (FOLDER / "go").exists():
+            await asyncio.sleep(0.01)
+    except (asyncio.CancelledError, ConnectionError):
+        note("left")
+        raise
+    if prompt == "half":
+        await response.write(b'data: {"choices": [{"ind')
+        await asyncio.sleep(0.1)  # until it is on its way
+        os.kill(os.getpid(), signal.SIGKILL)
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def described(request: web.Request) -> web.Response:
+    body = {"requestBody": {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}}}
+    fields: dict[str, Any] = {name: {} for name in FIELDS}
+    return web.json_response(
+        {
+            "paths": {path: {"post": body} for path in PATHS},
+            "components": {"schemas": {"Body": {"properties": fields}}},
+        }
+    )
+
+
+async def health(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def models(request: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "m", "created": 1, "root": "/secret/place", "max_model_len": 64}]})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    return web.Response(text="engine_figure 1\n")
+
+
+def main() -> None:
+    (FOLDER / "pids").open("a").write(f"{os.getpid()}\n")
+    app = web.Application()
+    for path in PATHS:
+        app.router.add_post(path, answer)
+    for path, handler in {
+        "/openapi.json": described,
+        "/health": health,
+        "/v1/models": models,
+        "/metrics": metrics,
+    }.items():
+        app.router.add_get(path, handler)
+    web.run_app(app, path=SOCKET, print=None, access_log=None, handler_cancellation=True, shutdown_timeout=1)
+
+
+if __name__ == "__main__":
+    main()
