@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout_core.base.collector import collect_seldom
 from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
@@ -390,6 +390,18 @@ def engine_environment(folder: Path) -> AbstractContextManager[None]:
     """Have the engine that is started inside the block keep its sockets in ``folder`` and note its segments there."""
     names = (_FILES, SOCKETS) if len(str(folder)) <= LONGEST_FOLDER else (_FILES,)
     return in_environment(dict.fromkeys(names, str(folder)))
+
+
+def end_with_engine(code: int) -> NoReturn:
+    """End a process that is an engine's owner and nothing else, once the engine has ended.
+
+    Python's own end would have Triton print what is left of it, and the tracker warn of segments that are gone.
+    """
+    if folder := os.environ.get(_FILES):
+        _forget(noted_shared_memory(Path(folder)))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _forget(segments: Iterable[str]) -> None:

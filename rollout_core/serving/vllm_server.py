@@ -14,7 +14,7 @@ from typing import Any
 from rollout_core.base.determinism import check_numerics, probe_device
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.process_tree import signal_at_parents_end
-from rollout_core.inference.engine_process import ENGINES, noting_reason, started_ahead
+from rollout_core.inference.engine_process import ENGINES, end_with_engine, noting_reason, started_ahead
 from rollout_core.inference.vllm_backend import (
     engine_options,
     import_vllm,
@@ -38,7 +38,8 @@ def main() -> None:
         with noting_reason(ENGINES):
             _start(job)
     except (ValueError, OSError, RolloutError):
-        sys.exit(1)  # the owner says why
+        end_with_engine(1)  # the owner says why
+    end_with_engine(0)
 
 
 def _start(job: ServerJob) -> None:

@@ -83,10 +83,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         model_id = re.findall(r"with model (\w{64})", log.read_text())[0]
         server = Served(line.split()[-1], model_id, folder, process, log)
         yield server
-        below = psutil.Process(process.pid).children(recursive=True)
+        below, said = psutil.Process(process.pid).children(recursive=True), log.stat().st_size
         process.send_signal(signal.SIGTERM)
         assert process.wait(LONG) == 0, log.read_text()
         assert below and psutil.wait_procs(below, timeout=LONG)[1] == []
+        assert b"leaked" not in log.read_bytes()[said:], "neither shared memory nor what Triton has"
 
 
 def test_a_chat_names_the_weights_that_answer(served: Served):
