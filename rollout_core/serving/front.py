@@ -74,7 +74,7 @@ class FrontLimits:
 
 
 class _Metrics:
-    """The front's own figures, beside the engine's."""
+    """The front's own figures, which follow the engine's."""
 
     def __init__(self, model: ServedModel) -> None:
         self.registry = CollectorRegistry()

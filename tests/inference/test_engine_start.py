@@ -369,7 +369,7 @@ def test_only_who_kills_makes_a_start_that_is_tried_again(tmp_path, monkeypatch)
     monkeypatch.setenv(engine_process._FILES, str(tmp_path))
     assert engine_process.engine_failure(tmp_path) is None
     for error in (RuntimeError("WorkerProc initialization failed due to an exception"), ImportError("no kernel")):
-        with pytest.raises(type(error)), engine_process._noting_reason(engine_process._ENGINES):
+        with pytest.raises(type(error)), engine_process.noting_reason(engine_process.ENGINES):
             raise error
     assert engine_process.engine_failure(tmp_path) == "ImportError: no kernel"
     assert _crash([0, 1, -signal.SIGKILL, -signal.SIGTERM]) is None
