@@ -2,7 +2,7 @@
 vLLM's does, writes each request and each client that left into ``FOLDER/log``, and does what a prompt says:
 
 ``say N``: N tokens. ``hold``: one token, and then none until the file ``FOLDER/go`` is there. ``die``: end by SIGKILL
-before an answer, as often as the file ``FOLDER/deaths`` says. ``half``: one token and half an event, then SIGKILL.
+before an answer, as often as the file ``FOLDER/deaths`` says. ``half``: two tokens and half an event, then SIGKILL.
 ``flood``: tokens of 64 KB without end.
 """
 
@@ -69,7 +69,7 @@ async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
         note("left")
         raise
     if prompt == "half":
-        await response.write(b'data: {"choices": [{"ind')
+        await response.write(event("1") + b'data: {"choices": [{"ind')
         await asyncio.sleep(0.1)  # until it is on its way
         os.kill(os.getpid(), signal.SIGKILL)
     await response.write(b"data: [DONE]\n\n")

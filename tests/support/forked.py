@@ -99,6 +99,8 @@ APPLIED = (
 )  # fmt: skip
 """Exceptions: a forked process applies the first two; transformers, vLLM, our backend for it and scikit-learn set the
 others."""
+START = subprocess.Popen
+"""As it is while no test has put something else in its place: the server is none of what a test starts."""
 MOST_FILES = 16
 """That one process is given."""
 _SUBREAPER = 36
@@ -220,7 +222,7 @@ class _Server:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 code = f"from tests.support.forked import serve; serve({theirs.fileno()})"
-                self._process = subprocess.Popen(
+                self._process = START(
                     [sys.executable, "-c", code],
                     env=self._environment, pass_fds=[theirs.fileno()], cwd=PROJECT, start_new_session=True,
                 )  # fmt: skip
