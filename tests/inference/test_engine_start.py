@@ -274,16 +274,16 @@ def test_an_engine_process_that_vllm_does_not_take_ends():
 def test_an_engine_of_one_thread_is_bound_to_no_core(monkeypatch, cores, own, threads):
     """vLLM would bind those of all runs of a machine to its first core."""
     from rollout_core.config import VLLMBackend, inference
-    from rollout_core.inference.vllm_backend import BINDING, THREADS, _environment
+    from rollout_core.inference.vllm_backend import BINDING, THREADS, thread_environment
 
     monkeypatch.setattr(inference, "bound_cores", lambda: cores)
     for name in (BINDING, THREADS):
         monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv(BINDING, own)
-    found = _environment(VLLMBackend())
+    found = thread_environment(VLLMBackend())
     assert (found.get(THREADS), found.get(BINDING)) == (threads, threads and "nobind")
-    assert _environment(VLLMBackend(num_threads=2))[THREADS] == "2"
+    assert thread_environment(VLLMBackend(num_threads=2))[THREADS] == "2"
 
 
 @pytest.mark.engine
