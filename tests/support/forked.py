@@ -96,6 +96,7 @@ SENSITIVE = (
 APPLIED = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR",
     "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_CPP_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+    "LD_PRELOAD", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
 )  # fmt: skip
 """Exceptions: a forked process applies the first two; transformers, vLLM, our backend for it and scikit-learn set the
 others."""
