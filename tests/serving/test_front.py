@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
