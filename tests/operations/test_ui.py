@@ -752,7 +752,8 @@ def test_a_store_server_has_the_same_pages_below_ui(
     page.get_by_label("Key").fill(KEY)
     page.get_by_role("button", name="Look").click()
     assert page.url == f"{address}/ui/"
-    assert page.evaluate("getComputedStyle(document.querySelector('header')).display") == "flex", "no style was loaded"
+    page.wait_for_load_state()  # the address changes before there is anything of the page
+    assert page.locator("header").evaluate("each => getComputedStyle(each).display") == "flex", "no style was loaded"
     links = page.locator("a, form, link, script").evaluate_all(
         "all => all.map(each => each.href || each.action || each.src || '')"
     )
