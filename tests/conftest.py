@@ -259,7 +259,10 @@ SET_BY_NANNIES = (
 
 @pytest.fixture(autouse=True)
 def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has its own storage, database and cache, and leaves the environment that it found."""
+    """Every test has its own storage, database and cache, draws what it draws whatever ran before it in its process,
+    and leaves the environment that it found."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     for name in SET_BY_NANNIES:
         value = os.environ.get(name, "")
         monkeypatch.setenv(name, value)  # so that it is put back

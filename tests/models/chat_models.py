@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 
 CHATML = (
@@ -18,6 +20,8 @@ def make_chat_base(source: Path, target: Path, *, template: str | None = CHATML)
     model, tokenizer = load_causal_lm(source), load_tokenizer(source)
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     tokenizer.chat_template = template
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # new rows are drawn: the model is the same whatever was drawn before
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
