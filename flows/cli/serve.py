@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +12,7 @@ import typer
 
 from flows.cli.common import Debug, one_line_errors, parse_overrides
 from flows.cli.storage import StoragePath
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.logs import say
 from rollout_core.base.settings import locations
@@ -20,15 +23,34 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_folder_id, is_short_id
 from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.retention.unstored import local_model
-from rollout_core.serving.front import ServedModel
+from rollout_core.promotion.history import served_model
+from rollout_core.serving.following import Follow
 from rollout_core.serving.program import ServingSettings, serve_vllm
-from tasks.runtime.prefect_server import object_store
+from rollout_core.serving.weights import Weights, examine_apart
+from rollout_core.store import SqlLightningStore
+from tasks.runtime.prefect_server import object_store, storage_and_database
+
+POLICY = "policy"
+"""What promotion calls a model by default."""
 
 
 def serve(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder, hub id, or content id or its first digits, at least 8.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder, hub id, or content id or its first digits, at least 8. Default: what --follow says.",
+        ),
+    ] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            "--follow",
+            metavar="RESOURCE",
+            help="Serve what is the latest of this resource, and change to what is promoted or gone back to; "
+            f"default without a MODEL: {POLICY}.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback only with a key.")] = (
         "127.0.0.1"
     ),
@@ -38,7 +60,8 @@ def serve(
         typer.Option("--api-key-env", help="Environment variable that holds a key for clients. Repeatable."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="What clients call the model; default: the last part of MODEL.")
+        str | None,
+        typer.Option("--name", help="What clients call the model; default: the last part of MODEL, or RESOURCE."),
     ] = None,
     backend: Annotated[Literal["vllm"], typer.Option("--backend", help="What runs the model.")] = "vllm",
     set_: Annotated[
@@ -55,6 +78,12 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", min=0, help="How long requests may finish after SIGTERM.")
     ] = 30.0,
+    no_canary: Annotated[
+        bool,
+        typer.Option(
+            "--no-canary", help="Do not compare the engine with the trainer's log-probabilities before weights answer."
+        ),
+    ] = False,
     storage: StoragePath = None,
     debug: Debug = False,
 ) -> None:
@@ -67,14 +96,72 @@ def serve(
         engine = _engine(set_)
         settings = ServingSettings(host, port, tuple(api_key_env or ()), max_queue, drain_seconds)
         settings.keys()  # before a model is fetched
-        with object_store(storage) as objects:
-            content_id = _content_id(model, objects)
-            cache = locations().cache
-            folder = local_model(objects, content_id, cache)
-            hold_local_tree(content_id, cache)
-        served = ServedModel(name or _name_of(model), content_id)
-        say(f"starting {backend} with model {content_id}")
-        serve_vllm(served, folder, engine, settings, typer.echo, tool_call_parser=tool_call_parser)
+        resource = None if model is not None and follow is None else follow or POLICY
+        with ExitStack() as stack:
+            if resource is None:
+                assert model is not None
+                objects = stack.enter_context(object_store(storage))
+                model_id, following = _content_id(model, objects), None
+            else:
+                _refuse_with_follow(model=model, storage=storage)
+                known = stack.enter_context(storage_and_database())
+                known.try_database()
+                objects, address = known.open_objects(), known.database_url()
+                model_id = asyncio.run(_latest(resource, objects, address))
+                following = _following(resource, objects, address)
+            weights = Weights(_fetching(objects), examine_apart(engine, canary=not no_canary))
+            weights.fetch(model_id)  # what is wrong with it is said before an engine starts
+            called = name or resource or _name_of(model or "")
+            say(f"starting {backend} with model {model_id}")
+            serve_vllm(
+                called,
+                model_id,
+                weights,
+                engine,
+                settings,
+                typer.echo,
+                tool_call_parser=tool_call_parser,
+                follow=following,
+            )
+
+
+def _refuse_with_follow(*, model: str | None, storage: str | None) -> None:
+    if model is not None:
+        raise ConfigError(f"MODEL {model} and --follow are given, and one model answers; give one of the two")
+    if storage is not None:
+        raise ConfigError(
+            "--storage goes with a MODEL; what is followed is in the object store and the database of the settings, "
+            "ROLLOUT_STORAGE and ROLLOUT_DATABASE"
+        )
+
+
+async def _latest(resource: str, objects: ObjectStore, database: str) -> ContentId:
+    async with SqlLightningStore.from_url(database) as store:
+        found = await served_model(store, objects, resource)
+    if found is None:
+        raise NotFound(
+            f"{resource!r} names no model of ours to serve; `rollout promotions` lists what does, and `rollout promote "
+            "ID` makes a model the latest"
+        )
+    return found
+
+
+@asynccontextmanager
+async def _following(resource: str, objects: ObjectStore, database: str) -> AsyncIterator[Follow]:
+    async with SqlLightningStore.from_url(database) as store:
+        yield Follow(resource, lambda: served_model(store, objects, resource))
+
+
+def _fetching(objects: ObjectStore) -> Callable[[ContentId], Path]:
+    """A model's folder in the local cache, its files compared with its id, where it stays while it is served."""
+    cache = locations().cache
+
+    def fetch(model_id: ContentId) -> Path:
+        folder = local_model(objects, model_id, cache)
+        hold_local_tree(model_id, cache)
+        return folder
+
+    return fetch
 
 
 def _engine(overrides: list[str] | None) -> VLLMBackend:

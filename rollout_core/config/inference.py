@@ -219,6 +219,11 @@ class VLLMBackend(Settings):
         return "float32" if self.dtype == "auto" and probe_device() == "cpu" else self.dtype
 
     @property
+    def parity_tolerance(self) -> float:
+        """See ``canary_tolerance``; nats."""
+        return self.canary_tolerance or (2e-3 if self.concrete_dtype == "float32" else 5e-2)
+
+    @property
     def fixed_threads(self) -> int | None:
         """CPU threads of the engine; None where vLLM chooses, or computes on a GPU."""
         return (self.num_threads or default_threads()) if probe_device() == "cpu" else None

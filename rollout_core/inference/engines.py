@@ -67,7 +67,7 @@ _UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class _Architecture:
+class Architecture:
     """What two models must share for one's weights to fit the other's engine, which also decodes and knows its ends."""
 
     config: Mapping[str, Any]
@@ -75,7 +75,7 @@ class _Architecture:
     rest: str
     """Everything else that counts."""
 
-    def suits(self, other: _Architecture) -> bool:
+    def suits(self, other: Architecture) -> bool:
         """Whether they are the same. A checkpoint's file has all keys; its base's may lack those at their defaults."""
         return self.rest == other.rest and (
             self._compared(self.config) == self._compared(other.config)
@@ -92,14 +92,14 @@ class _Resident:
     """The engine of a pool."""
 
     config: AnyBackend
-    architecture: _Architecture
+    architecture: Architecture
     backend: InferenceBackend
     lanes: Lanes
     users: int = 0
     suspect: bool = False
     """A failure during its use may have left it in any state: nobody else joins, and its last user drops it."""
 
-    def suits(self, config: AnyBackend, architecture: _Architecture) -> bool:
+    def suits(self, config: AnyBackend, architecture: Architecture) -> bool:
         """Whether it needs other weights at most."""
         return not self.suspect and self.config == config and self.architecture.suits(architecture)
 
@@ -172,7 +172,7 @@ class EnginePool:
             self._is_preparing, resident = True, self._resident
         with self._preparation():
             try:
-                if resident.suits(resident.config, _architecture(model, resident.config)):
+                if resident.suits(resident.config, architecture_of(model, resident.config)):
                     resident.backend.update_weights(model)
             except Exception as error:  # noqa: BLE001 - whatever it was, the engine is in doubt
                 log.warning("the engine is started anew, as it did not take the next weights: %s", error)
@@ -199,7 +199,7 @@ class EnginePool:
                 self._changed.notify_all()
 
     def _enter(self, config: AnyBackend, model: ModelRef, say: Callable[[str], None]) -> _Resident:
-        architecture = _architecture(model, config)
+        architecture = architecture_of(model, config)
         with self._changed:
             while not self._is_unused():
                 if not self._is_preparing and (resident := self._resident) is not None:
@@ -215,7 +215,7 @@ class EnginePool:
         return resident
 
     def _prepare(
-        self, config: AnyBackend, model: ModelRef, architecture: _Architecture, say: Callable[[str], None]
+        self, config: AnyBackend, model: ModelRef, architecture: Architecture, say: Callable[[str], None]
     ) -> _Resident:
         if self._resident is not None and not self._resident.suits(config, architecture):
             self._drop()
@@ -359,14 +359,14 @@ def computed_dtype(backend: AnyBackend, stored: str | None) -> str | None:
     return dtype
 
 
-def _architecture(model: ModelRef, backend: AnyBackend) -> _Architecture:
+def architecture_of(model: ModelRef, backend: AnyBackend) -> Architecture:
     """The dtype of a model's files is no part of it where the engine has its own, to which it brings whatever it loads:
     a run's base may be stored in bfloat16 and its checkpoints in float32. Of a model at an endpoint there is none."""
     if isinstance(backend, EndpointModel):
-        return _Architecture({}, "")
+        return Architecture({}, "")
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     dtype = computed_dtype(backend, config.get("dtype", config.get("torch_dtype")))
     generation = model.folder / "generation_config.json"
     ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
     tokenizer = {file.name: hash_bytes(file.read_bytes()) for file in tokenizer_files(model.folder)}
-    return _Architecture(config, json.dumps([dtype, ends, tokenizer], sort_keys=True))
+    return Architecture(config, json.dumps([dtype, ends, tokenizer], sort_keys=True))

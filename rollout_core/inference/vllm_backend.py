@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
@@ -133,8 +134,6 @@ class VLLMEngine(GathersStream):
         options = engine_options(config, known=self._known_ids, caches_prefixes=self._caches_prefixes)
         if self._device == "cuda":
             options["enable_sleep_mode"] = config.sleep
-        else:
-            options["worker_extension_cls"] = _WORKER_EXTENSION
         return options | {
             # The behaviour policy's own distribution (after temperature): what a learner compares with.
             "logprobs_mode": "processed_logprobs",
@@ -299,10 +298,7 @@ class VLLMEngine(GathersStream):
         with self._death_is_recoverable(), self._watch.waiting(self._config.start_timeout_seconds):
             if self._is_asleep:
                 self._llm.wake_up(tags=["weights"])
-            if self._device == "cuda":
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
-            else:  # a method of the extension, which workers on a CPU alone have
-                self._llm.collective_rpc("reload_in_place", args=(str(model.folder),))
+            self._llm.collective_rpc(**reload_call(model.folder))
             if self._is_asleep:
                 # Last, for loading takes memory of its own.
                 self._llm.wake_up(tags=["kv_cache"])
@@ -347,7 +343,7 @@ class VLLMEngine(GathersStream):
         worst = max(
             (abs(got - want) for got, want in zip(completion.logprobs, expected, strict=True)), default=math.inf
         )
-        tolerance = self._config.canary_tolerance or (2e-3 if self._dtype == "float32" else 5e-2)
+        tolerance = self._config.parity_tolerance
         if not worst <= tolerance:
             raise Fatal(
                 f"after the weight update to model {self._model.content_id.short} engine and trainer disagree by "
@@ -357,8 +353,7 @@ class VLLMEngine(GathersStream):
             )
 
     def _canary(self) -> Request:
-        size = len(self._tokenizer)
-        prompt = [(7919 * position + 104729) % size for position in range(1, CANARY_TOKENS + 1)]
+        prompt = canary_prompt(len(self._tokenizer), CANARY_TOKENS)
         return Request(key=f"canary-{self._model.content_id.short}", prompt_token_ids=prompt, params=_CANARY, seed=0)
 
     def close(self) -> None:
@@ -366,6 +361,19 @@ class VLLMEngine(GathersStream):
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()
+
+
+def reload_call(folder: Path) -> dict[str, Any]:
+    """What to call in an engine's workers so that they have the weights of another folder: arguments of vLLM's
+    ``collective_rpc``."""
+    if probe_device() == "cuda":
+        return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    return {"method": "reload_in_place", "args": [str(folder)]}  # of the extension, which workers on a CPU alone have
+
+
+def canary_prompt(vocabulary: int, count: int) -> list[int]:
+    """Tokens that say nothing, of a vocabulary of that size: ``count`` of them."""
+    return [(7919 * position + 104729) % vocabulary for position in range(1, count + 1)]
 
 
 def engine_options(config: VLLMBackend, *, known: int | None, caches_prefixes: bool) -> dict[str, Any]:
@@ -382,6 +390,7 @@ def engine_options(config: VLLMBackend, *, known: int | None, caches_prefixes: b
         # When vLLM prefills a prompt in chunks it rewinds the request's random generator, which a CPU's does not
         # support: the engine dies. Any prompt that arrives among many may be chunked.
         options["enable_chunked_prefill"] = False
+        options["worker_extension_cls"] = _WORKER_EXTENSION
         if caches_prefixes:
             options["block_size"] = CPU_BLOCK_SIZE
     return options | {

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
@@ -23,12 +24,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable, RetryHint
 from rollout_core.base.ids import ContentId
-from rollout_core.serving.replica import LOST, Replica
+from rollout_core.serving.following import Follower
+from rollout_core.serving.replica import LOST, Replica, Visit
 from rollout_core.serving.requests import ANSWERED, read_request
 from rollout_core.web.http_errors import Unauthorized, status_of
 from rollout_core.web.listening import BodyLimits, Gate, Gone, read_body
 
-MODEL_HEADER = b"x-rollout-model"
+MODEL_HEADER = "x-rollout-model"
 """Content id of the weights that made an answer."""
 PUBLIC = ("/health", "/ready")
 """Paths that need no key."""
@@ -54,15 +56,6 @@ class _Died(Exception):
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """What answers."""
-
-    name: str
-    """For clients, who may also ask for it by its content id."""
-    content_id: ContentId
-
-
-@dataclass(frozen=True)
 class FrontLimits:
     """What a server takes."""
 
@@ -76,7 +69,7 @@ class FrontLimits:
 class _Metrics:
     """The front's own figures, which follow the engine's."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         kept: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("rollout_serve_requests", "Requests by path and status.", ["path", "status"], **kept)
@@ -90,7 +83,13 @@ class _Metrics:
             "rollout_serve_first_byte_seconds", "From a request's body to the first byte of its answer.", **kept
         )
         self.model = Gauge("rollout_serve_model_info", "The model that answers.", ["name", "model_id"], **kept)
-        self.model.labels(model.name, model.content_id).set(1)
+        self.changes = Gauge("rollout_serve_weight_changes", "Times that other weights began to answer.", **kept)
+        self.held = Gauge(
+            "rollout_serve_weight_change_held_seconds", "How long requests waited at most for the last change.", **kept
+        )
+        self.behind = Gauge(
+            "rollout_serve_behind", "1 while something else than the latest model of the resource answers.", **kept
+        )
 
 
 class _KeyGate(Gate):
@@ -177,16 +176,25 @@ class Front:
 
     Args:
         replica: the engine.
-        model: what it runs.
+        name: of the model for clients, who may also ask for the content id that answers at present.
         keys: what clients must send one of; none: nothing, and only programs of this machine are let in.
+        follower: changes what the engine runs; None: nobody does.
     """
 
-    def __init__(self, replica: Replica, model: ServedModel, keys: Collection[str], limits: FrontLimits) -> None:
-        self._replica, self._model, self._limits = replica, model, limits
+    def __init__(
+        self,
+        replica: Replica,
+        name: str,
+        keys: Collection[str],
+        limits: FrontLimits,
+        follower: Follower | None = None,
+    ) -> None:
+        self._replica, self._name, self._limits, self._follower = replica, name, limits, follower
         self._gate = _KeyGate(keys)
         self._body_limits = BodyLimits(limits.max_body_bytes)
-        self._metrics = _Metrics(model)
-        self._num_requests = 0
+        self._metrics = _Metrics()
+        self.num_requests = 0
+        """Under way, those that wait included."""
         self._mean_seconds = 1.0
         self.is_draining = False
         """Whether no further requests are taken."""
@@ -232,8 +240,7 @@ class Front:
             await answer.whole(200, orjson.dumps({"object": "list", "data": [await self._described()]}), self._header())
         elif asked[0] == "GET" and answer.path.startswith("/v1/models/"):
             name = answer.path.removeprefix("/v1/models/").replace("%2F", "/")
-            if name not in (self._model.name, self._model.content_id):
-                raise NotFound(f"no model {name!r:.200} is served here; expected {self._model.name!r}")
+            self._refuse_other(name, self._replica.model_id)
             await answer.whole(200, orjson.dumps(await self._described()), self._header())
         else:
             raise NotFound(f"{asked[0]} {asked[1]:.200} is not served here; docs/serving.md has what is")
@@ -241,21 +248,34 @@ class Front:
     # What is said of the server itself
 
     def _header(self) -> dict[str, str]:
-        return {MODEL_HEADER.decode(): self._model.content_id}
+        return _header_of(self._replica.model_id)
+
+    def _refuse_other(self, name: Any, model_id: ContentId) -> None:
+        if name not in (self._name, model_id):
+            raise NotFound(f"no model {name!r:.200} is served here; expected {self._name!r}, which is {model_id} now")
 
     async def _say_ready(self, answer: _Answer) -> None:
         running = self._replica.running
         ready = running is not None and not self.is_draining
         why = "the server is stopping" if self.is_draining else self._replica.why
-        said = {"ready": ready, "model": self._model.content_id, "name": self._model.name}
+        said: dict[str, Any] = {"ready": ready, "model": self._replica.model_id, "name": self._name}
+        said |= {"since": datetime.fromtimestamp(self._replica.changed_at, UTC).isoformat(timespec="seconds")}
         said |= {"why": why} if not ready else {}
+        if self._follower is not None:
+            said |= {"follows": self._follower.resource, "latest": self._follower.latest}
+            said |= {"problem": self._follower.problem} if self._follower.problem else {}
         await answer.whole(200 if ready else 503, orjson.dumps(said), self._header())
 
     async def _figures(self) -> bytes:
         running = self._replica.running
         self._metrics.starts.set(self._replica.num_starts)
         self._metrics.ready.set(running is not None)
-        self._metrics.under_way.set(self._num_requests)
+        self._metrics.under_way.set(self.num_requests)
+        self._metrics.changes.set(self._replica.num_changes)
+        self._metrics.held.set(self._replica.held_seconds)
+        self._metrics.behind.set(self._follower is not None and self._follower.problem is not None)
+        self._metrics.model.clear()
+        self._metrics.model.labels(self._name, self._replica.model_id).set(1)
         engines = b""
         if running is not None:
             with suppress(TimeoutError, *LOST):
@@ -271,8 +291,8 @@ class Front:
                 [first, *_] = orjson.loads(await response.read())["data"]
         except LOST as error:
             raise Recoverable("the engine does not answer; try again later") from error
-        described = {"id": self._model.name, "object": "model", "created": first["created"], "owned_by": "rollout"}
-        return described | {"root": self._model.content_id, "max_model_len": first.get("max_model_len")}
+        described = {"id": self._name, "object": "model", "created": first["created"], "owned_by": "rollout"}
+        return described | {"root": running.model.content_id, "max_model_len": first.get("max_model_len")}
 
     # Answers of the model
 
@@ -283,19 +303,19 @@ class Front:
         answer.is_stream = bool(body.get("stream"))
         self._refuse_when_full()
         answer.began = time.monotonic()
-        self._num_requests += 1
+        self.num_requests += 1
         try:
-            await self._attend(self._forward(data, answer), receive, answer)
+            await self._attend(self._forward(body, data, answer), receive, answer)
         finally:
-            self._num_requests -= 1
+            self.num_requests -= 1
             self._mean_seconds += 0.1 * (time.monotonic() - answer.began - self._mean_seconds)
 
     def _refuse_when_full(self) -> None:
         if self.is_draining:
             raise Recoverable("the server is stopping; ask another one, or try again later")
-        if self._num_requests >= self._limits.max_requests:
+        if self.num_requests >= self._limits.max_requests:
             raise Full(
-                f"{self._num_requests} requests are under way, and the server takes no more (--max-queue); try again "
+                f"{self.num_requests} requests are under way, and the server takes no more (--max-queue); try again "
                 "later",
                 RetryHint(delay_seconds=min(60.0, max(1.0, self._mean_seconds))),
             )
@@ -323,18 +343,30 @@ class Front:
             for task in (call, gone, late):
                 task.cancel()
 
-    async def _forward(self, data: bytes, answer: _Answer) -> None:
+    async def _forward(self, body: dict[str, Any], data: bytes, answer: _Answer) -> None:
         for tried in range(1, MOST_TRIES + 1):
+            visit = await self._replica.admit(self._limits.wait_seconds)
             try:
-                return await self._ask(data, answer)
+                return await self._ask(visit, self._for_engine(visit, body, data), answer)
             except _Died:
                 self._metrics.retries.inc()
                 logger.warning("The engine died with a request to %s, try %d", answer.path, tried)
+            finally:
+                visit.leave()
         raise Recoverable(f"the engine died {MOST_TRIES} times with this request, which is not asked again")
 
-    async def _ask(self, data: bytes, answer: _Answer) -> None:
+    def _for_engine(self, visit: Visit, body: dict[str, Any], data: bytes) -> bytes:
+        """The body as the engine is to have it, which knows its model by the name alone."""
+        named = body.get("model")
+        if not named or named == self._name:
+            return data
+        self._refuse_other(named, visit.running.model.content_id)
+        return orjson.dumps(body | {"model": self._name})
+
+    async def _ask(self, visit: Visit, data: bytes, answer: _Answer) -> None:
         """Pass on the engine's answer. Raises _Died while nothing has been passed on."""
-        running = await self._replica.wait(self._limits.wait_seconds)
+        running = visit.running
+        named = _header_of(running.model.content_id)
         try:
             async with running.session.post(
                 answer.path, data=data, headers={"content-type": "application/json"}, allow_redirects=False
@@ -347,13 +379,15 @@ class Front:
                 self._metrics.first_byte.observe(time.monotonic() - answer.began)
                 headers = {name: response.headers[name] for name in _PASSED_HEADERS if name in response.headers}
                 if not answer.is_stream:
-                    return await answer.whole(response.status, first, headers | self._header())
+                    visit.leave()
+                    return await answer.whole(response.status, first, headers | named)
                 # Gateways, nginx for one, hold streams back otherwise.
                 await answer.start(
-                    response.status,
-                    headers | self._header() | {"cache-control": "no-cache", "x-accel-buffering": "no"},
+                    response.status, headers | named | {"cache-control": "no-cache", "x-accel-buffering": "no"}
                 )
-                await _pass_on(first, response, answer)
+                async with _Pieces(response, visit) as pieces:
+                    await _pass_on(first, pieces, answer)
+                visit.leave()
                 await answer.write(b"")
         except LOST as error:
             await self._replica.suspect(running)
@@ -365,6 +399,62 @@ class Front:
                 await answer.write(b"")
             else:
                 await answer.broken("the engine died before the end of the answer; ask again")
+
+
+class _Pieces:
+    """What an engine writes of a stream. Usually each piece is read when the client has taken the one before, so that a
+    slow client fills no memory. When the weights are to change, the rest is read at once, for the engine to be free."""
+
+    def __init__(self, response: aiohttp.ClientResponse, visit: Visit) -> None:
+        self._response, self._visit = response, visit
+        self._is_reading = False
+        self._ahead: asyncio.Queue[bytes | Exception] | None = None
+        self._reading_ahead: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _Pieces:
+        self._visit.read_ahead = self._read_ahead
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._visit.read_ahead = None
+        if self._reading_ahead is not None:
+            self._reading_ahead.cancel()
+            await asyncio.wait([self._reading_ahead])
+
+    async def next(self) -> bytes:
+        """The next piece; nothing at the end."""
+        if self._ahead is not None:
+            piece = await self._ahead.get()
+            if isinstance(piece, Exception):
+                raise piece
+            return piece
+        self._is_reading = True
+        try:
+            return await self._response.content.readany()
+        finally:
+            self._is_reading = False
+
+    def _read_ahead(self) -> None:
+        if self._ahead is None and not self._is_reading:
+            self._ahead = asyncio.Queue()
+            self._reading_ahead = asyncio.create_task(self._read_into(self._ahead))
+
+    async def _read_into(self, ahead: asyncio.Queue[bytes | Exception]) -> None:
+        size = 0
+        try:
+            while piece := await self._response.content.readany():
+                size += len(piece)
+                if size > MAX_ANSWER_BYTES:
+                    raise ConnectionError(f"the client has yet to read more than {MAX_ANSWER_BYTES:,} bytes")
+                ahead.put_nowait(piece)
+            ahead.put_nowait(b"")
+        except LOST as error:
+            ahead.put_nowait(error)
+        self._visit.leave()
+
+
+def _header_of(model_id: ContentId) -> dict[str, str]:
+    return {MODEL_HEADER: model_id}
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -382,7 +472,7 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
     return bytes(data)
 
 
-async def _pass_on(first: bytes, response: aiohttp.ClientResponse, answer: _Answer) -> None:
+async def _pass_on(first: bytes, pieces: _Pieces, answer: _Answer) -> None:
     """A stream as it comes, in whole events: half of one would spoil the event that says why the stream breaks off."""
     rest = first
     while True:
@@ -391,7 +481,7 @@ async def _pass_on(first: bytes, response: aiohttp.ClientResponse, answer: _Answ
             events, rest = rest[:end], rest[end:]
             answer.has_error = answer.has_error or any(mark in events for mark in _ERROR_EVENTS)
             await answer.write(events, more=True)
-        piece = await response.content.readany()
+        piece = await pieces.next()
         if not piece:
             break
         rest += piece

@@ -9,6 +9,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from typing import Any
 import uvloop
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
 from rollout_core.base.logs import configure
 from rollout_core.config import VLLMBackend
-from rollout_core.serving.front import Front, FrontLimits, ServedModel
-from rollout_core.serving.replica import Program, Replica
+from rollout_core.inference.vllm_backend import reload_call
+from rollout_core.serving.following import Follow, Follower
+from rollout_core.serving.front import Front, FrontLimits
+from rollout_core.serving.replica import Replica
 from rollout_core.serving.vllm_job import ServerJob
+from rollout_core.serving.weights import Weights
 from rollout_core.web.listening import MainServer, listen, require_key, url_of, uvicorn_config
 
 LAST_SECONDS = 5.0
@@ -53,50 +58,57 @@ class ServingSettings:
 
 
 def serve_vllm(
-    model: ServedModel,
-    folder: Path,
+    name: str,
+    model_id: ContentId,
+    weights: Weights,
     backend: VLLMBackend,
     settings: ServingSettings,
     announce: Callable[[str], None],
     *,
     tool_call_parser: str | None = None,
+    follow: AbstractAsyncContextManager[Follow] | None = None,
 ) -> None:
-    """Serve a model's folder by vLLM until SIGTERM or SIGINT; ``announce`` gets a line when it serves.
+    """Serve a model by vLLM until SIGTERM or SIGINT; ``announce`` gets a line when it serves.
 
     Raises ConfigError for settings that cannot be served, Fatal where the engine does not start.
     """
 
-    def program(path: Path) -> list[str]:
+    def program(path: Path, folder: Path) -> list[str]:
         job = ServerJob(
             owner=os.getpid(),
             folder=folder,
-            names=(model.name, model.content_id),
+            name=name,
             socket=path,
             backend=backend,
             tool_call_parser=tool_call_parser,
         )
         return [sys.executable, "-P", "-m", "rollout_core.serving.vllm_server", job.model_dump_json()]
 
-    serve(
-        model,
-        program,
-        settings,
-        announce,
-        max_together=backend.max_num_seqs,
-        start_seconds=backend.start_timeout_seconds,
-    )
+    def replica() -> Replica:
+        return Replica(
+            program,
+            weights,
+            model_id,
+            name=name,
+            reload=reload_call,
+            start_seconds=backend.start_timeout_seconds,
+            tolerance=backend.parity_tolerance,
+        )
+
+    serve(name, replica, settings, announce, max_together=backend.max_num_seqs, follow=follow)
 
 
 def serve(
-    model: ServedModel,
-    program: Program,
+    name: str,
+    make_replica: Callable[[], Replica],
     settings: ServingSettings,
     announce: Callable[[str], None],
     *,
     max_together: int,
-    start_seconds: float,
+    follow: AbstractAsyncContextManager[Follow] | None = None,
 ) -> None:
-    """As `serve_vllm`, by any program that answers on a Unix socket."""
+    """As `serve_vllm`, by any engine. ``make_replica`` is called on the server's event loop, and ``follow`` entered
+    there."""
     keys = settings.keys()
     configure(logging.WARNING, "%(asctime)s %(name)s %(levelname)s %(message)s")
     limits = FrontLimits(max_requests=max_together + settings.max_queue)
@@ -105,14 +117,17 @@ def serve(
     address = url_of(settings.host, listener.getsockname()[1])
 
     async def run() -> None:
-        replica = Replica(program, start_seconds=start_seconds)
-        try:
-            front = Front(replica, model, keys, limits)
+        replica = make_replica()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(replica.stop)
+            follower = None
+            if follow is not None:
+                follower = Follower(replica, await stack.enter_async_context(follow))
+                stack.push_async_callback(follower.stop)
+            front = Front(replica, name, keys, limits, follower)
             server = DrainingServer(front, settings.drain_seconds)
-            replica.started.add_done_callback(server.on_engine(lambda: announce(f"{model.name} serves at {address}")))
+            replica.started.add_done_callback(server.on_engine(lambda: announce(f"{name} serves at {address}")))
             await server.serve(sockets=[listener])
-        finally:
-            await replica.stop()
         if replica.started.done():
             replica.started.result()  # what ended the first start
 

@@ -16,8 +16,8 @@ class ServerJob(BaseModel):
     """The process that started it."""
     folder: Path
     """Of the model."""
-    names: tuple[str, ...]
-    """Names of the model for clients, the first of which answers say."""
+    name: str
+    """Of the model for clients. Its id is none, as weights change."""
     socket: Path
     backend: VLLMBackend
     tool_call_parser: str | None = None

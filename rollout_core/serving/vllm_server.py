@@ -44,6 +44,8 @@ def main() -> None:
 
 def _start(job: ServerJob) -> None:
     prepare_engine_environment(job.backend, probe_device())
+    # Has vLLM's server take calls to its workers, and drop what it caches, on the socket that the owner alone reaches.
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     check_numerics(job.backend.concrete_dtype)
     refuse_own_code(job.folder)
     if probe_device() != "cpu":
@@ -73,7 +75,7 @@ def _arguments(job: ServerJob) -> dict[str, Any]:
     caches_prefixes = job.backend.enable_prefix_caching is not False
     return engine_options(job.backend, known=known, caches_prefixes=caches_prefixes) | {
         "model": str(job.folder),
-        "served_model_name": list(job.names),
+        "served_model_name": [job.name],
         "trust_remote_code": False,
         "uds": str(job.socket),
         "disable_uvicorn_access_log": True,

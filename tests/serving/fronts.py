@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,63 @@ from typing import Any
 
 import aiohttp
 
+from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.serving.front import Front, FrontLimits, ServedModel
+from rollout_core.inference.backend import ModelRef
+from rollout_core.serving.following import Follow, Follower
+from rollout_core.serving.front import Front, FrontLimits
 from rollout_core.serving.program import DrainingServer
-from rollout_core.serving.replica import Replica
+from rollout_core.serving.replica import Program, Replica
+from rollout_core.serving.weights import Canary, Examined, Weights
 from rollout_core.web.listening import listen
 from tests.store.patience import LONG, until
 
-MODEL = ServedModel("tiny", ContentId("ab" * 32))
+MODEL = ContentId("ab" * 32)
+OTHER = ContentId("cd" * 32)
 UPSTREAM = Path(__file__).parent / "upstream.py"
+LOGPROB = -1.5
+TOLERANCE = 0.01
 
 
-def upstream_in(folder: Path):
-    """The program of an engine that keeps its notes in ``folder``."""
-    return lambda socket: [sys.executable, "-P", str(UPSTREAM), str(socket), str(folder)]
+def put_weights(folder: Path, model_id: ContentId, *, does: str = "fine", logprob: float = LOGPROB) -> None:
+    """Weights of that id, as the engine of these tests has them: ``does`` is what it does when it takes them, and
+    ``logprob`` what it says of any token."""
+    place = folder / "models" / model_id
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").touch()
+    (place / "weights").write_text(f"{model_id} {logprob} {does}")
+
+
+def weights_in(folder: Path) -> Weights:
+    """Models by their id; one fits in the place of another unless there is a file ``odd`` in its folder."""
+
+    def fetch(model_id: ContentId) -> Path:
+        place = folder / "models" / model_id
+        if not place.exists():
+            raise NotFound(f"no model {model_id} is in the object store")
+        return place
+
+    async def examine(model: ModelRef, instead_of: ModelRef | None) -> Examined:
+        fits = instead_of is not None and not (model.folder / "odd").exists()
+        return Examined(canary=Canary(token_ids=[1, 2, 3], logprobs=[LOGPROB, LOGPROB]), fits=fits)
+
+    return Weights(fetch, examine)
+
+
+def replica_in(folder: Path, *, program: Program | None = None, start_seconds: float = LONG) -> Replica:
+    """An engine that keeps its notes in ``folder`` and begins with MODEL."""
+    if not (folder / "models" / MODEL).exists():
+        put_weights(folder, MODEL)
+    command = [sys.executable, "-P", str(UPSTREAM)]
+    return Replica(
+        program or (lambda socket, model: [*command, str(socket), str(folder), str(model)]),
+        weights_in(folder),
+        MODEL,
+        name="tiny",
+        reload=lambda model: {"method": "reload", "args": [str(model)]},
+        start_seconds=start_seconds,
+        tolerance=TOLERANCE,
+    )
 
 
 @dataclass
@@ -60,13 +103,19 @@ class RunningFront:
 
 @asynccontextmanager
 async def front_over(
-    folder: Path, *, keys: Sequence[str] = (), drain_seconds: float = LONG, **limits: Any
+    folder: Path,
+    *,
+    keys: Sequence[str] = (),
+    drain_seconds: float = LONG,
+    latest: Callable[[], Awaitable[ContentId | None]] | None = None,
+    **limits: Any,
 ) -> AsyncIterator[RunningFront]:
-    """A server that answers, with its engine."""
+    """A server that answers, with its engine; with ``latest`` it follows that."""
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    replica = Replica(upstream_in(folder), start_seconds=LONG)
-    front = Front(replica, MODEL, keys, FrontLimits(**{"wait_seconds": LONG, **limits}))
+    replica = replica_in(folder)
+    follower = None if latest is None else Follower(replica, Follow("policy", latest), look_seconds=0.01)
+    front = Front(replica, "tiny", keys, FrontLimits(**{"wait_seconds": LONG, **limits}), follower)
     server = DrainingServer(front, drain_seconds)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
@@ -77,6 +126,8 @@ async def front_over(
     finally:
         server.should_exit = server.force_exit = True
         await task
+        if follower is not None:
+            await follower.stop()
         await replica.stop()
         listener.close()
 
@@ -88,4 +139,15 @@ def events_of(text: str) -> list[Any]:
     return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-__all__ = ["LONG", "MODEL", "RunningFront", "events_of", "front_over", "until", "upstream_in"]
+__all__ = [
+    "LONG",
+    "MODEL",
+    "OTHER",
+    "RunningFront",
+    "events_of",
+    "front_over",
+    "put_weights",
+    "replica_in",
+    "until",
+    "weights_in",
+]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from anthropic import Anthropic
 from make_tiny import make_model
 from openai import APIError, OpenAI
@@ -25,7 +28,10 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import search_path
 from rollout_core.inference.backend import ModelRef
 from rollout_core.inference.vllm_backend import trainer_logprobs
-from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
+from rollout_core.objects import ObjectStore
+from rollout_core.promotion.history import Change, change_latest, roll_back
+from rollout_core.store import SqlLightningStore
 from tests.serving.test_front import rows_of_the_table
 from tests.store.patience import LONG, wait_until
 from tests.support.alive import lives
@@ -36,12 +42,47 @@ SECRET_PROMPT = "a prompt that no log has"
 
 
 @dataclass
+class Latest:
+    """What is followed."""
+
+    objects: ObjectStore
+    database: str
+
+    def promote(self, model: ContentId) -> None:
+        async def change() -> None:
+            async with SqlLightningStore.from_url(self.database) as store:
+                await change_latest(store, self.objects, Change("promote", "policy", model, "a test", "it is better"))
+
+        asyncio.run(change())
+
+    def roll_back(self) -> None:
+        async def change() -> None:
+            async with SqlLightningStore.from_url(self.database) as store:
+                await roll_back(store, self.objects, "policy", to=None, by="a test")
+
+        asyncio.run(change())
+
+
+@dataclass
 class Served:
     url: str
-    model_id: str
-    folder: Path
+    models: dict[ContentId, Path]
+    latest: Latest
     process: subprocess.Popen[str]
     log: Path
+
+    @property
+    def model_id(self) -> ContentId:
+        """Of the first model, which most tests have."""
+        return next(iter(self.models))
+
+    @property
+    def folder(self) -> Path:
+        return self.models[self.model_id]
+
+    def answers(self, model_id: ContentId) -> bool:
+        with urllib.request.urlopen(f"{self.url}/ready") as response:
+            return response.headers["x-rollout-model"] == model_id
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="the-key", max_retries=0, timeout=LONG)
@@ -60,18 +101,26 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("serve")
-    folder = place / "small"
-    make_model(folder, hidden_size=128, num_layers=2, seed=1)
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
-    options = ["--port", "0", "--api-key-env", "SERVE_KEY", "--set", "backend.max_model_len=256"]
-    options += ["--set", "backend.num_threads=1", "--set", "backend.max_num_seqs=16"]
+    folders = [place / "small", place / "better"]
+    for seed, folder in enumerate(folders, start=1):
+        make_model(folder, hidden_size=128, num_layers=2, seed=seed)
+        settings = folder / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    objects = ObjectStore.from_url(str(place / "objects"))
+    models = {objects.put_tree(folder): folder for folder in folders}
+    latest = Latest(objects, f"sqlite:///{place / 'rollout.db'}")
+    latest.promote(next(iter(models)))
+    options = ["--follow", "policy", "--name", "small", "--port", "0", "--api-key-env", "SERVE_KEY"]
+    options += ["--set", "backend.max_model_len=256", "--set", "backend.num_threads=1"]
+    options += ["--set", "backend.max_num_seqs=16"]
+    own = {"SERVE_KEY": "the-key", "PYTHONPATH": search_path(), "ROLLOUT_DATABASE": latest.database}
+    own |= {"ROLLOUT_STORAGE": objects.url, "ROLLOUT_CACHE": str(place / "cache")}
     log = place / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollout_core", "serve", str(folder), *options],
+            [sys.executable, "-P", "-m", "rollout_core", "serve", *options],
             cwd=place,
-            env=os.environ | {"SERVE_KEY": "the-key", "PYTHONPATH": search_path()},
+            env=os.environ | own,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -80,8 +129,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with process, process.stdout:
         line = process.stdout.readline()
         assert "serves at" in line, log.read_text()
-        model_id = re.findall(r"with model (\w{64})", log.read_text())[0]
-        server = Served(line.split()[-1], model_id, folder, process, log)
+        server = Served(line.split()[-1], models, latest, process, log)
         yield server
         below, said = psutil.Process(process.pid).children(recursive=True), log.stat().st_size
         process.send_signal(signal.SIGTERM)
@@ -137,7 +185,7 @@ def test_log_probabilities_are_those_of_the_trainer(served: Served):
         .choices[0]
     )
     tokens = choice.to_dict()["token_ids"]
-    wanted = trainer_logprobs(ModelRef(ContentId(served.model_id), served.folder), prompt, tokens)  # pyright: ignore[reportArgumentType]
+    wanted = trainer_logprobs(ModelRef(served.model_id, served.folder), prompt, tokens)  # pyright: ignore[reportArgumentType]
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == pytest.approx(wanted, abs=2e-3)
 
@@ -168,6 +216,85 @@ def test_vllm_knows_the_fields_that_the_page_has_for_honoured():
     assert [where for _, where in honoured] == list(requests)
     for fields, where in honoured:
         assert fields <= requests[where].model_fields.keys()
+
+
+def test_answers_are_those_of_the_weights_that_they_name_while_others_are_promoted_and_gone_back_from(served: Served):
+    first, second = served.models
+    prompt = load_tokenizer(served.folder).encode("sort 3 1 2 =", add_special_tokens=False)
+    wanted = {model: greedy(folder, prompt, 12) for model, folder in served.models.items()}
+    assert wanted[first][1] != pytest.approx(wanted[second][1], abs=0.02)
+    seen: list[str] = []
+    is_over = threading.Event()
+
+    def client() -> None:
+        while not is_over.is_set():
+            answered = served.client().completions.with_raw_response.create(
+                model="small",
+                prompt=prompt,
+                max_tokens=12,
+                temperature=0,
+                logprobs=1,
+                extra_body={"return_token_ids": True, "ignore_eos": True},
+            )
+            named = ContentId(answered.headers["x-rollout-model"])
+            [choice] = answered.parse().choices
+            tokens, logprobs = wanted[named]
+            assert choice.logprobs is not None and choice.to_dict()["token_ids"] == tokens
+            assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=2e-3)
+            seen.append(named)
+
+    with ThreadPoolExecutor() as pool:
+        clients = [pool.submit(client) for _ in range(3)]
+        for _ in range(2):
+            for change, model in ((lambda: served.latest.promote(second), second), (served.latest.roll_back, first)):
+                change()
+                wait_until(lambda model=model: served.answers(model) or any(each.done() for each in clients))
+        is_over.set()
+        for each in clients:
+            each.result()
+    assert set(seen) == {first, second}
+    assert served.figure("rollout_serve_engine_starts") == 1 and served.figure("rollout_serve_weight_changes") == 4
+
+
+def test_weights_that_are_damaged_in_storage_never_answer(served: Served):
+    damaged = damage(served.latest.objects, served.models)
+    served.latest.promote(damaged)
+
+    def said() -> str:
+        with urllib.request.urlopen(f"{served.url}/ready") as response:
+            return json.load(response).get("problem", "")
+
+    wait_until(lambda: damaged in said())
+    assert "cannot be served" in said() and served.answers(served.model_id)
+    served.latest.roll_back()
+    wait_until(lambda: not said())
+
+
+def damage(objects: ObjectStore, models: dict[ContentId, Path]) -> ContentId:
+    """A third model, one byte of whose weights is another than it was."""
+    folder = next(iter(models.values())).with_name("damaged")
+    make_model(folder, hidden_size=128, num_layers=2, seed=3)
+    model = objects.put_tree(folder)
+    weights = next(file for file in objects.manifest(model).files if file.path.endswith(".safetensors"))
+    [stored] = [
+        file for file in Path(objects.url.removeprefix("file://")).rglob("*") if file.name == weights.content_id
+    ]
+    stored.chmod(0o644)
+    data = bytearray(stored.read_bytes())
+    data[-1] ^= 1
+    stored.write_bytes(data)
+    return model
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """What transformers' own implementation decodes, with its log-probabilities."""
+    model, tokens, logprobs = load_causal_lm(folder), [*prompt], []
+    with torch.no_grad():
+        for _ in range(count):
+            logprob, token = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1], -1).max(-1)
+            tokens.append(int(token))
+            logprobs.append(float(logprob))
+    return tokens[len(prompt) :], logprobs
 
 
 def test_a_killed_engine_comes_back_by_itself(served: Served):

@@ -17,24 +17,23 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.serving.program import ServingSettings
-from rollout_core.serving.replica import Replica
 from rollout_core.serving.requests import ANSWERED, IGNORED, KEPT_AT_A_VENDOR, read_request
 from tests.conftest import PROJECT
-from tests.serving.fronts import LONG, MODEL, events_of, front_over, until
+from tests.serving.fronts import LONG, MODEL, events_of, front_over, replica_in, until
 from tests.support.alive import lives
 
 
 async def test_an_answer_names_the_weights_that_made_it(tmp_path: Path):
     async with front_over(tmp_path) as front, front.post("hello") as response:
         assert (await response.json())["choices"][0]["text"] == "hello"
-        assert response.headers["x-rollout-model"] == MODEL.content_id
+        assert response.headers["x-rollout-model"] == MODEL
 
 
 async def test_tokens_of_a_stream_come_one_by_one(tmp_path: Path):
     async with front_over(tmp_path) as front, front.post("hold", stream=True) as response:
         first = await response.content.readuntil(b"\n\n")  # while the engine has not made the rest
         assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "0"
-        assert response.headers["x-rollout-model"] == MODEL.content_id
+        assert response.headers["x-rollout-model"] == MODEL
         assert "text/event-stream" in response.headers["content-type"]
         (tmp_path / "go").touch()
         assert await response.text() == "data: [DONE]\n\n"
@@ -115,8 +114,8 @@ async def test_models_are_listed_without_places_of_this_machine(tmp_path: Path):
     async with front_over(tmp_path) as front:
         async with front.client.get("/v1/models") as response:
             [listed] = (await response.json())["data"]
-        assert (listed["id"], listed["root"], listed["max_model_len"]) == ("tiny", MODEL.content_id, 64)
-        for name, status in [("tiny", 200), (MODEL.content_id, 200), ("other", 404)]:
+        assert (listed["id"], listed["root"], listed["max_model_len"]) == ("tiny", MODEL, 64)
+        for name, status in [("tiny", 200), (MODEL, 200), ("other", 404)]:
             async with front.client.get(f"/v1/models/{name}") as response:
                 assert response.status == status
 
@@ -248,7 +247,7 @@ async def test_the_figures_are_the_engines_and_its_own(tmp_path: Path):
         await front.ask("hello")
         assert await front.figure("engine_figure") == 1
         assert await front.figure('rollout_serve_requests_total{path="/v1/completions",status="200"}') == 1
-        assert await front.figure(f'rollout_serve_model_info{{model_id="{MODEL.content_id}"') == 1
+        assert await front.figure(f'rollout_serve_model_info{{model_id="{MODEL}"') == 1
 
 
 async def test_the_socket_is_for_this_user_alone_and_gone_in_the_end(tmp_path: Path):
@@ -266,12 +265,12 @@ def words_of(process: psutil.Process) -> list[str]:
     return []
 
 
-async def test_an_engine_that_never_starts_is_an_error():
-    replica = Replica(lambda socket: ["false"], start_seconds=LONG)
+async def test_an_engine_that_never_starts_is_an_error(tmp_path: Path):
+    replica = replica_in(tmp_path, program=lambda socket, model: ["false"])
     with pytest.raises(Fatal, match="ended with exit status 1 before it served"):
         await replica.started
     await replica.stop()
-    replica = Replica(lambda socket: ["sleep", "1000"], start_seconds=0.2)
+    replica = replica_in(tmp_path, program=lambda socket, model: ["sleep", "1000"], start_seconds=0.2)
     with pytest.raises(Fatal, match="did not start within"):
         await replica.started
     await replica.stop()

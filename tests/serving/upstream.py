@@ -1,9 +1,13 @@
-"""An engine's server for tests, as a program: ``python upstream.py SOCKET FOLDER``. It answers on a Unix socket as
-vLLM's does, writes each request and each client that left into ``FOLDER/log``, and does what a prompt says:
+"""An engine's server for tests, as a program: ``python upstream.py SOCKET FOLDER MODEL``. It answers on a Unix socket
+as vLLM's does, writes each request and each client that left into ``FOLDER/log``, and does what a prompt says:
 
-``say N``: N tokens. ``hold``: one token, and then none until the file ``FOLDER/go`` is there. ``die``: end by SIGKILL
-before an answer, as often as the file ``FOLDER/deaths`` says. ``half``: two tokens and half an event, then SIGKILL.
-``flood``: tokens of 64 KB without end.
+``say N``: N tokens. ``who N``: N tokens, each of which is the name of the weights that made it. ``pour N``: N tokens of
+64 KB. ``hold``: one token, and then none until the file ``FOLDER/go`` is there. ``die``: end by SIGKILL before an
+answer, as often as the file ``FOLDER/deaths`` says. ``half``: two tokens and half an event, then SIGKILL. ``flood``:
+tokens of 64 KB without end.
+
+Weights are a folder with a file ``weights``: the name, the log-probability of any token, and what becomes of an engine
+that takes them: ``fine``, ``die`` or ``refuse``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from aiohttp import web
 
 SOCKET, FOLDER = sys.argv[1], Path(sys.argv[2])
 FIELDS = ("model", "prompt", "messages", "input", "stream", "max_tokens", "store", "previous_response_id")
+weights = (Path(sys.argv[3]) / "weights").read_text().split()
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -41,6 +46,11 @@ async def answer(request: web.Request) -> web.StreamResponse:
         if left:
             (FOLDER / "deaths").write_text(str(left - 1))
             os.kill(os.getpid(), signal.SIGKILL)
+    if "prompt_logprobs" in body:
+        rows = [{str(token): {"logprob": float(weights[1])}} for token in body["prompt"]]
+        return web.json_response({"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *rows[1:]]}]})
+    if prompt.startswith("who") and not body.get("stream"):
+        return web.json_response({"choices": [{"index": 0, "text": weights[0]}]})
     if not body.get("stream"):
         try:
             while prompt == "hold" and not (FOLDER / "go").exists():
@@ -55,10 +65,12 @@ async def answer(request: web.Request) -> web.StreamResponse:
 async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await response.prepare(request)
-    count = int(prompt.split()[1]) if prompt.startswith("say") else 1
+    count = int(prompt.split()[1]) if prompt.startswith(("say", "who", "pour")) else 1
+    texts = {"who": lambda number: weights[0], "pour": lambda number: "x" * (64 << 10)}
+    text = texts.get(prompt.split(" ")[0], str)
     try:
         for number in range(count):
-            await response.write(event(f"{number}"))
+            await response.write(event(text(number)))
             await asyncio.sleep(0.01)
         while prompt == "flood":
             await response.write(event("x" * (64 << 10)))
@@ -68,12 +80,34 @@ async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
     except (asyncio.CancelledError, ConnectionError):
         note("left")
         raise
+    if prompt.startswith("pour"):
+        note("poured")
     if prompt == "half":
         await response.write(event("1") + b'data: {"choices": [{"ind')
         await asyncio.sleep(0.1)  # until it is on its way
         os.kill(os.getpid(), signal.SIGKILL)
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+async def load(request: web.Request) -> web.Response:
+    folder = Path((await request.json())["args"][0])
+    taken = (folder / "weights").read_text().split()
+    note(f"loads {taken[0]}")
+    if taken[2] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if taken[2] == "refuse":
+        return web.json_response({"error": "no such layer"}, status=500)
+    weights[:] = taken
+    return web.Response()
+
+
+async def forget(request: web.Request) -> web.Response:
+    note("forgets")
+    held = FOLDER / "held"  # how often blocks are still in use
+    left = int(held.read_text()) if held.exists() else 0
+    held.write_text(str(max(0, left - 1)))
+    return web.json_response({"success": not left})
 
 
 async def described(request: web.Request) -> web.Response:
@@ -100,6 +134,8 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def main() -> None:
+    if weights[2] == "refuse":
+        sys.exit(3)
     (FOLDER / "pids").open("a").write(f"{os.getpid()}\n")
     app = web.Application()
     for path in PATHS:
@@ -111,6 +147,8 @@ def main() -> None:
         "/metrics": metrics,
     }.items():
         app.router.add_get(path, handler)
+    app.router.add_post("/collective_rpc", load)
+    app.router.add_post("/reset_prefix_cache", forget)
     web.run_app(app, path=SOCKET, print=None, access_log=None, handler_cancellation=True, shutdown_timeout=1)
 
 
