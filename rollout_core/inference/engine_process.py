@@ -56,8 +56,6 @@ MAKES_PROCESSES = "get_mp_context"
 """vLLM's function that gives the context of multiprocessing by which it makes a process."""
 _SEMAPHORE = "sem."
 """What the system puts before the name of a semaphore."""
-LONGEST_SLEEP_MS = 5
-"""Of an engine process that waits for a message, until it looks whether there is one of which it was not notified."""
 _LOOK_SECONDS = 0.5
 _WORKERS, ENGINES = "worker-failure", "engine-failure"
 """How the names of files begin in which an engine's processes leave why they end."""
@@ -271,6 +269,7 @@ def _run_engine_core(*args: Any, **kwargs: Any) -> None:
     from vllm.v1.executor import multiproc_executor
 
     from rollout_core.inference import vllm_worker  # noqa: F401 - it changes how vLLM's layers compute
+    from rollout_core.inference.engine_waits import sleep_while_waiting
 
     multiproc_executor.WorkerProc.worker_main = staticmethod(worker_main)
     if _has_its_workers_threads():
@@ -298,30 +297,11 @@ def worker_main(*args: Any, **kwargs: Any) -> None:
         os._exit(1)
     with noting_reason(_WORKERS):
         from rollout_core.inference import vllm_worker
+        from rollout_core.inference.engine_waits import sleep_while_waiting
 
         vllm_worker.prepare_worker()
         sleep_while_waiting()
         vllm_worker.worker_main(*args, **kwargs)
-
-
-def sleep_while_waiting() -> None:
-    """On a CPU, have this engine process sleep until the other one has written, from a second after its start on.
-
-    vLLM's two processes exchange a message a step, and spin for a second after each message before they sleep. On a CPU
-    a step is long, and the core that the waiting process spins on is one that could compute. In the first second they
-    spin still, since a notification that is sent before the reader's socket is connected is lost. Later ones may be
-    lost, too, and vLLM, which seldom sleeps amid work, then looks by itself after 5 s: here that were 5 s a step.
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LONGEST_SLEEP_MS
-        shm_broadcast.SpinCondition.record_read = _forget_read
-
-
-def _forget_read(self: Any) -> None:
-    """In place of noting when a message was read, which begins a second of spinning."""
 
 
 def _end_with_owner() -> None:

@@ -87,6 +87,9 @@ class _Metrics:
         self.held = Gauge(
             "rollout_serve_weight_change_held_seconds", "How long requests waited at most for the last change.", **kept
         )
+        self.loading = Gauge(
+            "rollout_serve_weight_change_loading_seconds", "Of these, how long the engine took the weights.", **kept
+        )
         self.behind = Gauge(
             "rollout_serve_behind", "1 while something else than the latest model of the resource answers.", **kept
         )
@@ -273,6 +276,7 @@ class Front:
         self._metrics.under_way.set(self.num_requests)
         self._metrics.changes.set(self._replica.num_changes)
         self._metrics.held.set(self._replica.held_seconds)
+        self._metrics.loading.set(self._replica.loading_seconds)
         self._metrics.behind.set(self._follower is not None and self._follower.problem is not None)
         self._metrics.model.clear()
         self._metrics.model.labels(self._name, self._replica.model_id).set(1)

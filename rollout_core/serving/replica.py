@@ -136,6 +136,8 @@ class Replica:
         """When the model that is served became that, in seconds since the epoch."""
         self.held_seconds = 0.0
         """How long requests waited for the last change of weights at the longest."""
+        self.loading_seconds = 0.0
+        """Of these, how long the engine took the weights, or its new start."""
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it answers for the first time, or with the error that ends the first start."""
         self._task = asyncio.create_task(self._keep())
@@ -240,6 +242,7 @@ class Replica:
             try:
                 await self._until_idle()
                 running = await self.wait(self._start_seconds)
+                loads = time.monotonic()
                 if examined.fits:
                     await self._take_in_place(running, new, examined.canary)
                 else:
@@ -248,7 +251,7 @@ class Replica:
                 self._is_open.set()
             self.num_changes += 1
             self.changed_at = time.time()
-            self.held_seconds = time.monotonic() - began
+            self.held_seconds, self.loading_seconds = time.monotonic() - began, time.monotonic() - loads
             logger.warning(
                 "Model %s answers instead of %s; requests waited at most %.1f s for it",
                 model_id,

@@ -292,9 +292,9 @@ def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch,
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-    from rollout_core.inference.engine_process import LONGEST_SLEEP_MS, sleep_while_waiting
+    from rollout_core.inference.engine_waits import LONGEST_SLEEP_MS, sleep_while_waiting
 
-    monkeypatch.setattr(SpinCondition, "record_read", SpinCondition.record_read)
+    monkeypatch.setattr(SpinCondition, "__init__", SpinCondition.__init__)
     interval = "SHM_READER_RECHECK_INTERVAL_MS"
     monkeypatch.setattr(shm_broadcast, interval, getattr(shm_broadcast, interval))
     sleep_while_waiting()
@@ -310,6 +310,7 @@ def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch,
             assert not reader.poller.poll(timeout=0)
             wait_until(lambda: time.monotonic() > reader.last_read + reader.busy_loop_s)
             reader.record_read()
+            wait_until(lambda: time.monotonic() > reader.last_read + reader.busy_loop_s)
             has_written = threading.Event()
 
             def write() -> None:
@@ -322,6 +323,38 @@ def test_on_a_cpu_an_engine_process_that_waits_for_the_other_sleeps(monkeypatch,
             has_waited = has_written.is_set()  # one that spins returns before
             later.join()  # a socket is closed by nobody while another thread sends
             assert has_waited
+        finally:
+            for end in (writer, reader):
+                end.local_notify_socket.close(0)
+            reader.read_cancel_socket.close(0)
+            reader.write_cancel_socket.close(0)
+
+
+def test_on_a_cpu_no_notification_is_lost_of_two_messages_that_follow_each_other_at_once(monkeypatch, tmp_path):
+    import zmq
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    from rollout_core.inference.engine_waits import sleep_while_waiting
+
+    monkeypatch.setattr(SpinCondition, "__init__", SpinCondition.__init__)
+    interval = "SHM_READER_RECHECK_INTERVAL_MS"
+    monkeypatch.setattr(shm_broadcast, interval, getattr(shm_broadcast, interval))
+    sleep_while_waiting()
+    with zmq.Context() as context:
+        address = f"ipc://{tmp_path}/notify"
+        writer = SpinCondition(is_reader=False, context=context, notify_address=address)
+        reader = SpinCondition(is_reader=True, context=context, notify_address=address)
+        reader.last_read = 0.0
+        try:
+            while not reader.poller.poll(timeout=1):
+                writer.notify()  # until it is connected
+            while reader.poller.poll(timeout=50):
+                reader.wait(timeout_ms=0)
+            for _ in range(300):
+                writer.notify()
+                assert reader.poller.poll(timeout=10_000), "it was dropped, as it came soon after another one"
+                reader.wait(timeout_ms=0)
         finally:
             for end in (writer, reader):
                 end.local_notify_socket.close(0)
