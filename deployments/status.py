@@ -54,7 +54,8 @@ from deployments.probes import (
 )
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.processes import gibibytes
-from rollout_core.base.settings import without_passwords
+from rollout_core.base.settings import locations, without_passwords
+from rollout_core.serving.listed import servers_here
 from tasks.runtime.scheduled_runs import SKIPPED
 
 LATE_AFTER = timedelta(minutes=1)
@@ -158,6 +159,18 @@ class Work(BaseModel):
     """Suspended until a person decides."""
 
 
+class Serving(BaseModel):
+    """A server of `rollout serve` on this machine."""
+
+    name: str
+    url: str
+    trouble: str | None = None
+    """Why nothing answers there, or something else than the latest model."""
+    model: str | None = None
+    since: datetime | None = None
+    follows: str | None = None
+
+
 class Status(Work):
     """All that `rollout doctor status` reports."""
 
@@ -165,6 +178,7 @@ class Status(Work):
     server: Server
     storage: Storage
     database: Database
+    serving: list[Serving] = []
     problems: list[str] = []
     """What needs a person, a line each."""
 
@@ -174,6 +188,7 @@ def look(server: Server, *, debug: bool = False) -> Status:
     now = datetime.now(UTC) + timedelta(seconds=server.clock_offset_seconds or 0)
     storage = Look(look_at_storage, debug=debug)
     database = Look(look_at_database, debug=debug)
+    serving = Look(look_at_servers, debug=debug)
     work = Work()
     if server.trouble is None:
         changes, work = Look(lambda: read_work(now), debug=debug).result(
@@ -185,6 +200,7 @@ def look(server: Server, *, debug: bool = False) -> Status:
         server=server,
         storage=storage.result(storage_in_trouble),
         database=database.result(database_in_trouble),
+        serving=serving.result(lambda trouble: []),
         **dict(work),
     )
     running = [str(run.id) for found in status.deployments for run in found.running]
@@ -192,6 +208,28 @@ def look(server: Server, *, debug: bool = False) -> Status:
         silent = Look(lambda: look_for_silent(running), debug=debug).result(lambda trouble: {})
         status = status.model_copy(update={"deployments": [_with_silence(each, silent) for each in status.deployments]})
     return status.model_copy(update={"problems": list(_problems(status))})
+
+
+def look_at_servers() -> list[Serving]:
+    """What the servers of this machine say of themselves."""
+    found: list[Serving] = []
+    for server in servers_here(locations().cache):
+        serving = Serving(name=server.name, url=server.url)
+        try:
+            said = httpx.get(f"{server.url}/ready", timeout=REQUEST_SECONDS).json()
+            found.append(
+                serving.model_copy(
+                    update={
+                        "trouble": said.get("why") or said.get("problem"),
+                        "model": said["model"],
+                        "since": datetime.fromisoformat(said["since"]),
+                        "follows": said.get("follows"),
+                    }
+                )
+            )
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            found.append(serving.model_copy(update={"trouble": f"it does not say whether it is ready ({error})"}))
+    return found
 
 
 def _with_silence(deployment: Deployment, silent: Mapping[str, float]) -> Deployment:
@@ -392,6 +430,9 @@ def _problems(status: Status) -> Iterator[str]:
             yield f"{kind} {named(place.address, place.trouble)}"
     if status.storage.free_bytes is not None and status.storage.free_bytes < LEAST_FREE_BYTES:
         yield f"storage {status.storage.address}: only {gibibytes(status.storage.free_bytes)} are free on its disk"
+    for each in status.serving:
+        if each.trouble:
+            yield f"serving {each.name} at {each.url}: {each.trouble}"
     yield from problems_of_workers(status)
     yield from problems_of_runs(status)
 
@@ -461,6 +502,12 @@ def text(status: Status) -> str:
         ["database", database.address, "" if database.trouble else f"reachable; {held}"],
     ]
     lines = [f"{now:%Y-%m-%d %H:%M:%S} UTC", *table([[*row[:2], row[2] or "TROUBLE"] for row in parts])]
+    if status.serving:
+        rows = (
+            [each.name, each.url, (each.model or "-")[:12], when(each.since, now), each.follows or "-"]
+            for each in status.serving
+        )
+        lines += section("serving here", ["name", "address", "model", "since", "follows"], rows)
     if server.trouble is None:
         lines += section("work pools", ["name", "type", "state", "slots", "workers"], map(_pool_row, status.pools))
         lines += section(

@@ -19,10 +19,12 @@ import uvloop
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.logs import configure
+from rollout_core.base.settings import locations
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.vllm_backend import reload_call
 from rollout_core.serving.following import Follow, Follower
 from rollout_core.serving.front import Front, FrontLimits
+from rollout_core.serving.listed import listed
 from rollout_core.serving.replica import Replica
 from rollout_core.serving.vllm_job import ServerJob
 from rollout_core.serving.weights import Weights
@@ -127,7 +129,8 @@ def serve(
             front = Front(replica, name, keys, limits, follower)
             server = DrainingServer(front, settings.drain_seconds)
             replica.started.add_done_callback(server.on_engine(lambda: announce(f"{name} serves at {address}")))
-            await server.serve(sockets=[listener])
+            with listed(locations().cache, address, name):
+                await server.serve(sockets=[listener])
         if replica.started.done():
             replica.started.result()  # what ended the first start
 
