@@ -26,6 +26,7 @@ from rollout_core.objects.retention.unstored import local_model
 from rollout_core.promotion.history import served_model
 from rollout_core.serving.following import Follow
 from rollout_core.serving.program import ServingSettings, serve_vllm
+from rollout_core.serving.recording import RecordSettings, parse_share
 from rollout_core.serving.weights import Weights, examine_apart
 from rollout_core.store import SqlLightningStore
 from tasks.runtime.prefect_server import object_store, storage_and_database
@@ -78,6 +79,14 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", min=0, help="How long requests may finish after SIGTERM.")
     ] = 30.0,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            "--record",
+            metavar="SHARE",
+            help="Share of the requests that are stored as rollouts, such as 0.1 or 10%; 0: only feedback is taken.",
+        ),
+    ] = None,
     no_canary: Annotated[
         bool,
         typer.Option(
@@ -94,7 +103,8 @@ def serve(
     """
     with one_line_errors(debug):
         engine = _engine(set_)
-        settings = ServingSettings(host, port, tuple(api_key_env or ()), max_queue, drain_seconds)
+        recorded = None if record is None else RecordSettings(parse_share(record), _database())
+        settings = ServingSettings(host, port, tuple(api_key_env or ()), max_queue, drain_seconds, recorded)
         settings.keys()  # before a model is fetched
         resource = None if model is not None and follow is None else follow or POLICY
         with ExitStack() as stack:
@@ -162,6 +172,13 @@ def _fetching(objects: ObjectStore) -> Callable[[ContentId], Path]:
         return folder
 
     return fetch
+
+
+def _database() -> str:
+    """Address of the store's database, which answers."""
+    with storage_and_database() as known:
+        known.try_database()
+        return known.database_url()
 
 
 def _engine(overrides: list[str] | None) -> VLLMBackend:

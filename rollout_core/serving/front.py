@@ -24,7 +24,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable, RetryHint
 from rollout_core.base.ids import ContentId
+from rollout_core.serving.feedback import FEEDBACK, FeedbackDesk, read_feedback, thumbs_of
 from rollout_core.serving.following import Follower
+from rollout_core.serving.recording import RecordedCall
 from rollout_core.serving.replica import LOST, Replica, Visit
 from rollout_core.serving.requests import ANSWERED, read_request
 from rollout_core.web.http_errors import Unauthorized, status_of
@@ -132,6 +134,12 @@ class _Answer:
     has_error: bool = False
     """Whether an event of the stream says an error."""
     began: float = field(default_factory=time.monotonic)
+    recorded: RecordedCall | None = None
+    """What is to be stored of it."""
+
+    def shown(self, events: bytes) -> bytes:
+        """What the client gets of a piece of the engine's stream."""
+        return events if self.recorded is None else self.recorded.piece(events)
 
     async def start(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -182,6 +190,7 @@ class Front:
         name: of the model for clients, who may also ask for the content id that answers at present.
         keys: what clients must send one of; none: nothing, and only programs of this machine are let in.
         follower: changes what the engine runs; None: nobody does.
+        desk: what records answers and takes feedback on them; None: nothing does.
     """
 
     def __init__(
@@ -190,9 +199,12 @@ class Front:
         name: str,
         keys: Collection[str],
         limits: FrontLimits,
+        *,
         follower: Follower | None = None,
+        desk: FeedbackDesk | None = None,
     ) -> None:
-        self._replica, self._name, self._limits, self._follower = replica, name, limits, follower
+        self._replica, self._name, self._limits = replica, name, limits
+        self._follower, self._desk = follower, desk
         self._gate = _KeyGate(keys)
         self._body_limits = BodyLimits(limits.max_body_bytes)
         self._metrics = _Metrics()
@@ -226,13 +238,16 @@ class Front:
                 logger.error("A request to %s failed: %s", answer.path, type(error).__name__, exc_info=error)
             await answer.error(error)
         finally:
-            path = answer.path if answer.path in ANSWERED else "other"
+            path = answer.path if answer.path in (*ANSWERED, FEEDBACK) else "other"
             self._metrics.requests.labels(path, str(answer.status or 499)).inc()
 
     async def _route(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         asked = (scope["method"], answer.path)
         if asked[0] == "POST" and answer.path in ANSWERED:
             await self._take(scope, receive, answer)
+        elif asked == ("POST", FEEDBACK):
+            feedback = read_feedback(await read_body(scope, receive, self._body_limits))
+            await answer.whole(200, orjson.dumps(await self._desk_for("feedback").keep(feedback)))
         elif asked == ("GET", "/health"):
             await answer.whole(200, b'{"status":"ok"}')
         elif asked == ("GET", "/ready"):
@@ -285,7 +300,8 @@ class Front:
             with suppress(TimeoutError, *LOST):
                 async with asyncio.timeout(_METRICS_SECONDS), running.session.get("/metrics") as response:
                     engines = await response.read()
-        return engines + generate_latest(self._metrics.registry)
+        records = b"" if self._desk is None else self._desk.figures()
+        return engines + generate_latest(self._metrics.registry) + records
 
     async def _described(self) -> dict[str, Any]:
         """The model as ``/v1/models`` lists it."""
@@ -305,14 +321,27 @@ class Front:
         data = await read_body(scope, receive, self._body_limits)
         body = read_request(answer.path, data, self._replica.fields.get(answer.path))
         answer.is_stream = bool(body.get("stream"))
+        thumbs = thumbs_of(body)
+        desk = self._desk if thumbs is None else self._desk_for("metadata with feedback_for")
         self._refuse_when_full()
+        if desk is not None:
+            answer.recorded = desk.recording.begin(answer.path, data, body)
+            if thumbs is not None:
+                desk.keep_behind(thumbs)
         answer.began = time.monotonic()
         self.num_requests += 1
         try:
             await self._attend(self._forward(body, data, answer), receive, answer)
         finally:
+            if answer.recorded is not None:
+                answer.recorded.end()
             self.num_requests -= 1
             self._mean_seconds += 0.1 * (time.monotonic() - answer.began - self._mean_seconds)
+
+    def _desk_for(self, what: str) -> FeedbackDesk:
+        if self._desk is None:
+            raise ConfigError(f"{what} is not taken: this server records no answers; start it with --record")
+        return self._desk
 
     def _refuse_when_full(self) -> None:
         if self.is_draining:
@@ -351,7 +380,7 @@ class Front:
         for tried in range(1, MOST_TRIES + 1):
             visit = await self._replica.admit(self._limits.wait_seconds)
             try:
-                return await self._ask(visit, self._for_engine(visit, body, data), answer)
+                return await self._ask(visit, self._for_engine(visit, body, data, answer.recorded), answer)
             except _Died:
                 self._metrics.retries.inc()
                 logger.warning("The engine died with a request to %s, try %d", answer.path, tried)
@@ -359,13 +388,14 @@ class Front:
                 visit.leave()
         raise Recoverable(f"the engine died {MOST_TRIES} times with this request, which is not asked again")
 
-    def _for_engine(self, visit: Visit, body: dict[str, Any], data: bytes) -> bytes:
+    def _for_engine(self, visit: Visit, body: dict[str, Any], data: bytes, recorded: RecordedCall | None) -> bytes:
         """The body as the engine is to have it, which knows its model by the name alone."""
-        named = body.get("model")
-        if not named or named == self._name:
-            return data
-        self._refuse_other(named, visit.running.model.content_id)
-        return orjson.dumps(body | {"model": self._name})
+        named, model_id = body.get("model"), visit.running.model.content_id
+        if named:
+            self._refuse_other(named, model_id)
+        if recorded is not None:
+            return recorded.asked_of(model_id, self._name)
+        return data if not named or named == self._name else orjson.dumps(body | {"model": self._name})
 
     async def _ask(self, visit: Visit, data: bytes, answer: _Answer) -> None:
         """Pass on the engine's answer. Raises _Died while nothing has been passed on."""
@@ -384,6 +414,7 @@ class Front:
                 headers = {name: response.headers[name] for name in _PASSED_HEADERS if name in response.headers}
                 if not answer.is_stream:
                     visit.leave()
+                    first = first if answer.recorded is None else answer.recorded.whole(response.status, first)
                     return await answer.whole(response.status, first, headers | named)
                 # Gateways, nginx for one, hold streams back otherwise.
                 await answer.start(
@@ -484,10 +515,10 @@ async def _pass_on(first: bytes, pieces: _Pieces, answer: _Answer) -> None:
         if end >= len(_EVENT_END):
             events, rest = rest[:end], rest[end:]
             answer.has_error = answer.has_error or any(mark in events for mark in _ERROR_EVENTS)
-            await answer.write(events, more=True)
+            await answer.write(answer.shown(events), more=True)
         piece = await pieces.next()
         if not piece:
             break
         rest += piece
     if rest:
-        await answer.write(rest, more=True)
+        await answer.write(rest if answer.recorded is None else answer.recorded.last_piece(rest), more=True)

@@ -22,9 +22,11 @@ from rollout_core.base.logs import configure
 from rollout_core.base.settings import locations
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.vllm_backend import reload_call
+from rollout_core.serving.feedback import feedback_desk
 from rollout_core.serving.following import Follow, Follower
 from rollout_core.serving.front import Front, FrontLimits
 from rollout_core.serving.listed import listed
+from rollout_core.serving.recording import RecordSettings
 from rollout_core.serving.replica import Replica
 from rollout_core.serving.vllm_job import ServerJob
 from rollout_core.serving.weights import Weights
@@ -45,6 +47,8 @@ class ServingSettings:
     max_queue: int = 256
     """Most requests that wait, besides those that the engine answers together."""
     drain_seconds: float = 30.0
+    record: RecordSettings | None = None
+    """None: nothing is recorded."""
 
     def keys(self) -> list[str]:
         """Raises ConfigError for a variable that is not set, a key that no client could send, and a server without one
@@ -119,14 +123,15 @@ def serve(
     address = url_of(settings.host, listener.getsockname()[1])
 
     async def run() -> None:
-        replica = make_replica()
         async with AsyncExitStack() as stack:
+            desk = await stack.enter_async_context(feedback_desk(settings.record))
+            replica = make_replica()
             stack.push_async_callback(replica.stop)
             follower = None
             if follow is not None:
                 follower = Follower(replica, await stack.enter_async_context(follow))
                 stack.push_async_callback(follower.stop)
-            front = Front(replica, name, keys, limits, follower)
+            front = Front(replica, name, keys, limits, follower=follower, desk=desk)
             server = DrainingServer(front, settings.drain_seconds)
             replica.started.add_done_callback(server.on_engine(lambda: announce(f"{name} serves at {address}")))
             with listed(locations().cache, address, name):

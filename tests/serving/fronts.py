@@ -16,6 +16,7 @@ import aiohttp
 from rollout_core.base.errors import NotFound
 from rollout_core.base.ids import ContentId
 from rollout_core.inference.backend import ModelRef
+from rollout_core.serving.feedback import FeedbackDesk
 from rollout_core.serving.following import Follow, Follower
 from rollout_core.serving.front import Front, FrontLimits
 from rollout_core.serving.program import DrainingServer
@@ -108,6 +109,7 @@ async def front_over(
     keys: Sequence[str] = (),
     drain_seconds: float = LONG,
     latest: Callable[[], Awaitable[ContentId | None]] | None = None,
+    desk: FeedbackDesk | None = None,
     **limits: Any,
 ) -> AsyncIterator[RunningFront]:
     """A server that answers, with its engine; with ``latest`` it follows that."""
@@ -115,7 +117,8 @@ async def front_over(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     replica = replica_in(folder)
     follower = None if latest is None else Follower(replica, Follow("policy", latest), look_seconds=0.01)
-    front = Front(replica, "tiny", keys, FrontLimits(**{"wait_seconds": LONG, **limits}), follower)
+    limited = FrontLimits(**{"wait_seconds": LONG, **limits})
+    front = Front(replica, "tiny", keys, limited, follower=follower, desk=desk)
     server = DrainingServer(front, drain_seconds)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}

@@ -6,6 +6,9 @@ as vLLM's does, writes each request and each client that left into ``FOLDER/log`
 answer, as often as the file ``FOLDER/deaths`` says. ``half``: two tokens and half an event, then SIGKILL. ``flood``:
 tokens of 64 KB without end.
 
+A token's id is that of its last letter, a prompt's ids those of its letters. As vLLM, it gives them, and
+log-probabilities, to those who ask.
+
 Weights are a folder with a file ``weights``: the name, the log-probability of any token, and what becomes of an engine
 that takes them: ``fine``, ``die`` or ``refuse``.
 """
@@ -13,6 +16,7 @@ that takes them: ``fine``, ``die`` or ``refuse``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -22,8 +26,11 @@ from typing import Any
 
 from aiohttp import web
 
+from rollout_core.base.process_tree import signal_at_parents_end
+
 SOCKET, FOLDER = sys.argv[1], Path(sys.argv[2])
 FIELDS = ("model", "prompt", "messages", "input", "stream", "max_tokens", "store", "previous_response_id")
+FIELDS += ("return_token_ids", "logprobs", "n", "request_id")
 weights = (Path(sys.argv[3]) / "weights").read_text().split()
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
@@ -33,13 +40,41 @@ def note(line: str) -> None:
         file.write(line + "\n")
 
 
-def event(text: str) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
+numbers = itertools.count()
+
+
+class Writer:
+    """Says texts as answers to one request: each text is a token."""
+
+    def __init__(self, path: str, prompt: str, body: dict[str, Any]) -> None:
+        self.kind = "chatcmpl" if "chat" in path else "cmpl"
+        self.prompt, self.body = prompt, body
+        self.id = f"{self.kind}-{body.get('request_id') or f'{os.getpid()}-{next(numbers)}'}"
+
+    def said(self, text: str, *, is_piece: bool = False, is_first: bool = True, is_last: bool = True) -> dict[str, Any]:
+        key, is_chat = "delta" if is_piece else "message", self.kind == "chatcmpl"
+        choice: dict[str, Any] = {"index": 0, **({key: {"content": text}} if is_chat else {"text": text})}
+        answer: dict[str, Any] = {"id": self.id, "choices": [choice]}
+        if is_last:
+            choice["finish_reason"] = "stop"
+        asked = self.body.get("logprobs")
+        if asked or (asked is not None and not is_chat):
+            logprob = -ord(text[-1]) / 1000
+            choice["logprobs"] = {"content": [{"logprob": logprob}]} if is_chat else {"token_logprobs": [logprob]}
+        if self.body.get("return_token_ids"):
+            choice["token_ids"] = [ord(text[-1])]
+            if is_first:
+                (answer if is_chat else choice)["prompt_token_ids"] = [ord(letter) for letter in self.prompt]
+        return answer
+
+    def event(self, text: str, **place: bool) -> bytes:
+        return b"data: " + json.dumps(self.said(text, is_piece=True, **place)).encode() + b"\n\n"
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
     body = await request.json()
-    prompt = str(body.get("prompt") or body.get("input") or "")
+    prompt = str(body.get("prompt") or body.get("input") or (body.get("messages") or [{}])[-1].get("content") or "")
+    writer = Writer(request.path, prompt, body)
     note(f"asked {prompt}")
     if prompt == "die":
         left = int((FOLDER / "deaths").read_text())
@@ -58,11 +93,11 @@ async def answer(request: web.Request) -> web.StreamResponse:
         except asyncio.CancelledError:
             note("left")
             raise
-        return web.json_response({"choices": [{"index": 0, "text": prompt}]})
-    return await stream(request, prompt)
+        return web.json_response(writer.said(prompt or "."))
+    return await stream(request, prompt, writer)
 
 
-async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
+async def stream(request: web.Request, prompt: str, writer: Writer) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await response.prepare(request)
     count = int(prompt.split()[1]) if prompt.startswith(("say", "who", "pour")) else 1
@@ -70,10 +105,11 @@ async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
     text = texts.get(prompt.split(" ")[0], str)
     try:
         for number in range(count):
-            await response.write(event(text(number)))
+            place = {"is_first": number == 0, "is_last": number == count - 1 and prompt not in ("half", "hold")}
+            await response.write(writer.event(text(number), **place))
             await asyncio.sleep(0.01)
         while prompt == "flood":
-            await response.write(event("x" * (64 << 10)))
+            await response.write(writer.event("x" * (64 << 10)))
             note("flooded")
         while prompt == "hold" and not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
@@ -83,7 +119,7 @@ async def stream(request: web.Request, prompt: str) -> web.StreamResponse:
     if prompt.startswith("pour"):
         note("poured")
     if prompt == "half":
-        await response.write(event("1") + b'data: {"choices": [{"ind')
+        await response.write(writer.event("1", is_last=False) + b'data: {"choices": [{"ind')
         await asyncio.sleep(0.1)  # until it is on its way
         os.kill(os.getpid(), signal.SIGKILL)
     await response.write(b"data: [DONE]\n\n")
@@ -134,6 +170,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def main() -> None:
+    signal_at_parents_end(signal.SIGKILL)
     if weights[2] == "refuse":
         sys.exit(3)
     (FOLDER / "pids").open("a").write(f"{os.getpid()}\n")

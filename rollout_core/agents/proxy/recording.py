@@ -2,7 +2,8 @@
 span that keeps both, token by token.
 
 vLLM gives the ids and log-probabilities of its tokens to those who ask for them, so the proxy does. Log-probabilities
-that the agent did not ask for are taken out of what it gets; the ids stay, as clients ignore them.
+that the agent did not ask for are taken out of what it gets; the ids stay, as clients ignore them, unless the call says
+otherwise.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ SETTINGS = {
 """Sampling settings of a request, and what follows ``gen_ai.request.`` in their keys."""
 _WHOLE = {"role", "type", "id", "index", "name"}
 """Parts of a message that a stream sends at once, some servers more than once; other texts come in pieces."""
+_IDS = ("prompt_token_ids", "token_ids")
+"""Keys of an answer, or of a choice in it, that vLLM fills for those who ask."""
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -133,9 +136,12 @@ class Call:
         raw: the body as it was sent.
         body: the same as an object; empty if it is none.
         is_recorded: whether it gets a span.
+        hides_ids: whether token ids that were not asked for are taken out of the answer, too.
     """
 
-    def __init__(self, path: str, raw: bytes, body: dict[str, Any], *, is_recorded: bool) -> None:
+    def __init__(
+        self, path: str, raw: bytes, body: dict[str, Any], *, is_recorded: bool, hides_ids: bool = False
+    ) -> None:
         self.path = path
         self.is_recorded = is_recorded
         self.upstream: Upstream | None = None
@@ -149,6 +155,7 @@ class Call:
         self._raw, self._body = raw, body
         self._generates = path in (CHAT, COMPLETIONS)
         self._hides_logprobs = False
+        self._hides_ids = hides_ids and not body.get("return_token_ids")
         self._begun_at = time.time()
         self._response_id: str | None = None
         self._prompt_token_ids: list[int] | None = None
@@ -161,6 +168,16 @@ class Call:
         """Of a stream: what has come of an event that is not at its end."""
         self._num_searched = 0
         """Bytes of the rest in which no event ends."""
+
+    @property
+    def response_id(self) -> str | None:
+        """Of the answer, once some of it has come."""
+        return self._response_id
+
+    @property
+    def _hides(self) -> bool:
+        """Whether the agent gets less than the upstream gave."""
+        return self._hides_logprobs or self._hides_ids
 
     @property
     def is_whole(self) -> bool:
@@ -210,7 +227,7 @@ class Call:
             self.problem = "the answer is no JSON object with choices"
             return data
         self._add(answer)
-        return ordered_json(answer) if self._hides_logprobs else data
+        return ordered_json(answer) if self._hides else data
 
     def read_piece(self, data: bytes) -> bytes:
         """Take in a piece of a stream; what the agent gets now."""
@@ -225,7 +242,7 @@ class Call:
             begin = end.end()
         del self._rest[:begin]
         self._num_searched = max(0, len(self._rest) - 3)
-        return b"".join(shown) if self._hides_logprobs else data
+        return b"".join(shown) if self._hides else data
 
     def end_stream(self) -> bytes:
         """The stream has ended; what the agent still gets. Sets ``problem`` if the answer was not at its end."""
@@ -234,7 +251,7 @@ class Call:
         shown = self._read_event(rest) if rest.strip() else b""
         if not (self.is_done or self.is_whole or self.problem):
             self.problem = "the upstream's stream ended before the answer did"
-        return shown if self._hides_logprobs else b""
+        return shown if self._hides else b""
 
     def _read_event(self, event: bytes) -> bytes:
         """The event as the agent gets it."""
@@ -250,7 +267,7 @@ class Call:
         if isinstance(error := chunk.get("error"), dict):
             self.problem = str(error.get("message") or "the upstream reports an error in its stream")
             self.has_told_problem = True
-        elif self._add(chunk) and self._hides_logprobs:
+        elif self._add(chunk):
             return b"data: " + ordered_json(chunk) + b"\n\n"
         return whole
 
@@ -259,7 +276,7 @@ class Call:
         if isinstance(found := answer.get("id"), str):
             self._response_id = found
         self._note_prompt(answer)
-        has_changed = False
+        has_changed = self._hide_ids(answer)
         choices = answer.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict):
@@ -270,7 +287,14 @@ class Call:
             if self._hides_logprobs and choice.get("logprobs") is not None:
                 choice["logprobs"] = None
                 has_changed = True
+            has_changed = self._hide_ids(choice) or has_changed
         return has_changed
+
+    def _hide_ids(self, part: dict[str, Any]) -> bool:
+        """Take token ids out, as an answer has it whose request has not asked for them; whether there were any."""
+        found = [key for key in _IDS if part.get(key) is not None] if self._hides_ids else []
+        part.update(dict.fromkeys(found))
+        return bool(found)
 
     def _note_prompt(self, part: dict[str, Any]) -> None:
         ids = part.get("prompt_token_ids")
