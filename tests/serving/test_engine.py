@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 import torch
@@ -24,6 +25,7 @@ from anthropic import Anthropic
 from make_tiny import make_model
 from openai import APIError, OpenAI
 
+from rollout_core.agents.adapters.span_samples import adapt_rollouts
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import search_path
 from rollout_core.inference.backend import ModelRef
@@ -32,6 +34,7 @@ from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.promotion.history import Change, change_latest, roll_back
 from rollout_core.store import SqlLightningStore
+from tests.serving.fronts import events_of
 from tests.serving.test_front import rows_of_the_table
 from tests.store.patience import LONG, wait_until
 from tests.support.alive import lives
@@ -98,6 +101,10 @@ class Served:
         return [child for child in below if child.name().startswith("VLLM")]
 
 
+def database_in(place: Path) -> str:
+    return f"sqlite:///{place}/store.db"
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("serve")
@@ -108,11 +115,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     objects = ObjectStore.from_url(str(place / "objects"))
     models = {objects.put_tree(folder): folder for folder in folders}
-    latest = Latest(objects, f"sqlite:///{place / 'rollout.db'}")
+    latest = Latest(objects, database_in(place))
     latest.promote(next(iter(models)))
     options = ["--follow", "policy", "--name", "small", "--port", "0", "--api-key-env", "SERVE_KEY"]
     options += ["--set", "backend.max_model_len=256", "--set", "backend.num_threads=1"]
-    options += ["--set", "backend.max_num_seqs=16"]
+    options += ["--set", "backend.max_num_seqs=16", "--record", "1"]
     own = {"SERVE_KEY": "the-key", "PYTHONPATH": search_path(), "ROLLOUT_DATABASE": latest.database}
     own |= {"ROLLOUT_STORAGE": objects.url, "ROLLOUT_CACHE": str(place / "cache")}
     log = place / "log"
@@ -188,6 +195,30 @@ def test_log_probabilities_are_those_of_the_trainer(served: Served):
     wanted = trainer_logprobs(ModelRef(served.model_id, served.folder), prompt, tokens)  # pyright: ignore[reportArgumentType]
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == pytest.approx(wanted, abs=2e-3)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+async def test_a_chat_that_was_rated_can_be_learnt_from(served: Served, is_stream: bool):
+    body = {"model": "small", "messages": [{"role": "user", "content": "sort 3 1 2 ="}], "max_tokens": 6, "seed": 1}
+    async with aiohttp.ClientSession(served.url, headers={"authorization": "Bearer the-key"}) as session:
+        async with session.post("/v1/chat/completions", json=body | {"stream": is_stream}) as response:
+            said = await response.text()
+            answers = events_of(said)[:-1] if is_stream else [json.loads(said)]
+        for answer in answers:
+            assert answer.get("prompt_token_ids") is None
+            assert all(choice.get(key) is None for choice in answer["choices"] for key in ("token_ids", "logprobs"))
+        rated = {"id": answers[0]["id"], "reward": 0.5, "text": "so so"}
+        async with session.post("/v1/feedback", json=rated) as response:
+            assert response.status == 200, await response.text()
+    async with SqlLightningStore.from_url(database_in(served.folder.parent)) as store:
+        rollout_id = f"served-{answers[0]['id']}"
+        [sample] = (await adapt_rollouts(store, ObjectStore.from_url(str(served.folder)), [rollout_id])).samples
+    assert sample.reward == 0.5 and sample.model_ids == [served.model_id]
+    prompt = load_tokenizer(served.folder).encode("<user>sort 3 1 2 =<assistant>", add_special_tokens=False)
+    assert list(sample.prompt_token_ids) == prompt
+    model = ModelRef(ContentId(served.model_id), served.folder)
+    wanted = trainer_logprobs(model, prompt, list(sample.token_ids))
+    assert list(sample.logprobs) == pytest.approx(wanted, abs=2e-3)
 
 
 def test_responses_and_messages_are_answered(served: Served):
