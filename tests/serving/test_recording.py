@@ -51,6 +51,11 @@ class Recorded(RunningFront):
         async with self.client.post("/v1/feedback", json={"id": answer_id, "reward": reward, **more}) as response:
             return response.status, await response.json()
 
+    async def until_figure(self, name: str, least: float) -> None:
+        async with asyncio.timeout(LONG):
+            while await self.figure(name) < least:
+                await asyncio.sleep(0.01)
+
     async def rollout(self, answer_id: str) -> Rollout | None:
         await self.desk.recording.until_stored(answer_id)
         return await self.store.get_rollout_by_id(f"served-{answer_id}")
@@ -231,15 +236,12 @@ async def test_thumbs_in_the_metadata_of_a_later_request_are_feedback(tmp_path: 
         for thumbs in ("up", "down"):
             status, _ = await front.ask("next", metadata={"feedback_for": answer["id"], "thumbs": thumbs})
             assert status == 200
-        wanted = "rollout_serve_feedback_total"
-        while await front.figure(wanted) < 2:
-            await asyncio.sleep(0.01)
+        await front.until_figure("rollout_serve_feedback_total", 2)
         assert sorted(reward or 0.0 for reward in await front.rewards(answer["id"])) == [0.0, 1.0]
         status, said = await front.ask("next", metadata={"feedback_for": answer["id"], "thumbs": "sideways"})
         assert status == 400 and "'sideways'" in said["error"]["message"]
         assert (await front.ask("next", metadata={"feedback_for": "cmpl-nobody", "thumbs": "up"}))[0] == 200
-        while await front.figure("rollout_serve_feedback_lost_total") < 1:
-            await asyncio.sleep(0.01)
+        await front.until_figure("rollout_serve_feedback_lost_total", 1)
 
 
 async def test_a_store_that_is_away_holds_up_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -264,8 +266,8 @@ async def test_a_store_that_is_away_holds_up_no_answer(tmp_path: Path, monkeypat
         assert (await front.rate(first, 1.0))[0] == 200
         assert await front.rewards(first) == [1.0]
         assert (await front.rate(last, 1.0))[0] == 404
-        await until(lambda: not front.desk.recording._waiting)
-        assert await front.figure("rollout_serve_records_total") == waiting
+        await front.until_figure("rollout_serve_records_total", waiting)
+        assert await front.figure("rollout_serve_records_waiting") == 0
 
 
 async def test_an_answer_without_an_end_is_a_rollout_that_failed(tmp_path: Path):
@@ -289,8 +291,7 @@ async def test_an_id_that_was_used_before_keeps_its_first_answer(tmp_path: Path)
         for lost, prompt in enumerate(("another", "hello"), start=1):
             _, second = await front.ask(prompt, request_id="mine")
             assert first["id"] == second["id"] == "cmpl-mine"
-            while await front.figure("rollout_serve_records_lost_total") < lost:
-                await asyncio.sleep(0.01)
+            await front.until_figure("rollout_serve_records_lost_total", lost)
         assert await front.spans("cmpl-mine") == before
 
 
