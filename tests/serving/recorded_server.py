@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_core.serving.program import ServingSettings, serve
 from rollout_core.serving.recording import RecordSettings
-from tests.serving.fronts import LONG, MODEL, upstream_in
+from tests.serving.fronts import replica_in
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
-    serve(MODEL, upstream_in(Path(folder)), settings, announce, max_together=8, start_seconds=LONG)
+    serve("tiny", lambda: replica_in(Path(folder)), settings, announce, max_together=8)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ async def test_an_answer_is_stored_as_the_llm_proxy_stores_it(tmp_path: Path, na
         front.share = 0.0
         async with front.client.post(f"/v1{path}", json={"model": "tiny", **body}) as response:
             assert without_nothing(shown) == without_nothing(await read(response))
-        async with proxy_of(front.store, Upstream(url=f"{front.url}/v1", model_id=MODEL.content_id)) as proxy:
+        async with proxy_of(front.store, Upstream(url=f"{front.url}/v1", model="tiny", model_id=MODEL)) as proxy:
             ids = await attempt(front.store)
             base = client(proxy, ids).base_url
             async with (
@@ -143,7 +143,7 @@ async def test_an_answer_is_stored_as_the_llm_proxy_stores_it(tmp_path: Path, na
         assert spans[0].attributes["rollout.prompt_token_ids"] == [
             ord(letter) for letter in ("abc", "say 3")[is_stream]
         ]
-        assert spans[0].attributes["rollout.model_id"] == MODEL.content_id
+        assert spans[0].attributes["rollout.model_id"] == MODEL
         theirs = await front.store.query_spans(ids[0])
         [ours], [same] = LlmProxyTraceToTriplet().adapt(spans), LlmProxyTraceToTriplet().adapt(list(theirs))
         assert ours.reward == 0.5 and len(ours.response["token_ids"]) == (3 if is_stream else 1)
@@ -163,12 +163,12 @@ async def test_online_learning_takes_what_was_rated(tmp_path: Path):
         await front.desk.recording.until_stored(unrated["id"])
         adapted = await adapt_rollouts(front.store, ObjectStore.from_url(str(tmp_path / "objects")), names)
         [sample] = adapted.samples
-        assert sample.rollout_id == names[0] and sample.reward == 1.0 and sample.model_ids == [MODEL.content_id]
+        assert sample.rollout_id == names[0] and sample.reward == 1.0 and sample.model_ids == [MODEL]
         assert sample.task == {"prompt": "good"}
         assert adapted.left_out == {"no finite reward": [names[1]]}
         rollout = await front.rollout(rated["id"])
         assert rollout is not None and is_live(rollout) and rollout.status == "succeeded"
-        assert rollout.metadata is not None and rollout.metadata["model"] == MODEL.content_id
+        assert rollout.metadata is not None and rollout.metadata["model"] == MODEL
 
 
 async def test_a_recorded_stream_is_not_held_up_and_feedback_waits_for_its_end(tmp_path: Path):
