@@ -17,7 +17,7 @@ from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.logs import say
 from rollout_core.base.settings import locations
 from rollout_core.config import ModelSource, VLLMBackend
-from rollout_core.config.base import parse_config
+from rollout_core.config.base import Settings, parse_config
 from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_folder_id, is_short_id
@@ -33,6 +33,12 @@ from tasks.runtime.prefect_server import object_store, storage_and_database
 
 POLICY = "policy"
 """What promotion calls a model by default."""
+
+
+class _Engine(Settings):
+    """Under this name, so that errors name keys as they were given."""
+
+    backend: VLLMBackend = VLLMBackend()
 
 
 def serve(
@@ -186,8 +192,7 @@ def _engine(overrides: list[str] | None) -> VLLMBackend:
     for key in values:
         if not key.startswith("backend."):
             raise ConfigError(f"--set {key}: only keys of backend are set here, such as backend.max_model_len")
-    given = {key.removeprefix("backend."): value for key, value in values.items()}
-    return parse_config({}, VLLMBackend, name="backend", overrides=given)
+    return parse_config({}, _Engine, overrides=values).backend
 
 
 def _content_id(model: str, objects: ObjectStore) -> ContentId:
