@@ -81,6 +81,8 @@ def _arguments(job: ServerJob) -> dict[str, Any]:
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "warning",
         "enable_auto_tool_choice": job.tool_call_parser is not None,
+        # Calls have the form of their tool's parameters, though clients seldom send `strict`.
+        "tool_strict_level": "parameter",
         "tool_call_parser": job.tool_call_parser,
     }
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -120,6 +121,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = ["--follow", "policy", "--name", "small", "--port", "0", "--api-key-env", "SERVE_KEY"]
     options += ["--set", "backend.max_model_len=256", "--set", "backend.num_threads=1"]
     options += ["--set", "backend.max_num_seqs=16", "--record", "1"]
+    options += ["--tool-call-parser", "hermes"]
     own = {"SERVE_KEY": "the-key", "PYTHONPATH": search_path(), "ROLLOUT_DATABASE": latest.database}
     own |= {"ROLLOUT_STORAGE": objects.url, "ROLLOUT_CACHE": str(place / "cache")}
     log = place / "log"
@@ -229,6 +231,26 @@ def test_responses_and_messages_are_answered(served: Served):
     anthropic = Anthropic(base_url=served.url, api_key="the-key", max_retries=0)
     message = anthropic.messages.create(model="small", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
     assert message.usage.output_tokens == 4
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_forced_call_has_what_its_tool_takes(served: Served, choice: Any):
+    way = {"type": "object", "properties": {"way": {"enum": ["up", "down"]}}, "required": ["way"]}
+    parameters = way | {"additionalProperties": False}
+    tokenizer = load_tokenizer(served.folder)
+    blanks = [number for number in range(len(tokenizer)) if tokenizer.decode([number]).isspace()]
+    answered = served.client().chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"type": "function", "function": {"name": "look", "parameters": parameters}}],  # without `strict`
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=200,
+        logit_bias={str(number): -100 for number in blanks},  # which an untrained model writes without end
+    )
+    [call] = answered.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "look"
+    assert json.loads(call.function.arguments)["way"] in ("up", "down")
 
 
 def test_vllm_knows_the_fields_that_the_page_has_for_honoured():
