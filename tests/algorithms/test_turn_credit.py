@@ -133,7 +133,9 @@ def test_what_is_behind_an_episode_and_other_groups_change_nothing(rewards: list
 
     found, most = advantages(alone, rewards), max(map(len, rewards))
     wide = advantages(longer, [*rewards, [9.0] * 5, [1.0]])
-    assert torch.equal(wide[:2, :most], found) and not wide[:2, most:].any()
+    # A sum's last bits depend on how many zeros stand behind its terms.
+    torch.testing.assert_close(wide[:2, :most], found, atol=2e-4, rtol=1e-3)
+    assert not wide[:2, most:].any()
 
 
 def policies(tiny_model: Any) -> tuple[Policy, Policy]:
