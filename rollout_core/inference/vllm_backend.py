@@ -298,7 +298,7 @@ class VLLMEngine(GathersStream):
         with self._death_is_recoverable(), self._watch.waiting(self._config.start_timeout_seconds):
             if self._is_asleep:
                 self._llm.wake_up(tags=["weights"])
-            self._llm.collective_rpc(**reload_call(model.folder))
+            self._llm.collective_rpc(**reload_call(model.folder, self._device))
             if self._is_asleep:
                 # Last, for loading takes memory of its own.
                 self._llm.wake_up(tags=["kv_cache"])
@@ -363,10 +363,10 @@ class VLLMEngine(GathersStream):
             gc.collect()
 
 
-def reload_call(folder: Path) -> dict[str, Any]:
+def reload_call(folder: Path, device: str) -> dict[str, Any]:
     """What to call in an engine's workers so that they have the weights of another folder: arguments of vLLM's
     ``collective_rpc``."""
-    if probe_device() == "cuda":
+    if device == "cuda":
         return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     return {"method": "reload_in_place", "args": [str(folder)]}  # of the extension, which workers on a CPU alone have
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from rollout_core.base.determinism import probe_device
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.logs import configure
@@ -96,7 +97,7 @@ def serve_vllm(
             weights,
             model_id,
             name=name,
-            reload=reload_call,
+            reload=lambda folder: reload_call(folder, probe_device()),
             start_seconds=backend.start_timeout_seconds,
             tolerance=backend.parity_tolerance,
         )
