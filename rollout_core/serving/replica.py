@@ -152,6 +152,11 @@ class Replica:
         """Of the weights that answer, or do so when the engine is there."""
         return self._model_id
 
+    @property
+    def holds_requests(self) -> bool:
+        """Whether new requests wait for other weights."""
+        return not self._is_open.is_set()
+
     async def wait(self, seconds: float) -> Running:
         """The engine, as soon as it answers. Raises Recoverable if that takes longer than ``seconds``."""
         try:
