@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings as hypothesis_settings, strategies as st
+from hypothesis import example, given, settings as hypothesis_settings, strategies as st
 from torch import Tensor
 
 from rollout_core.algorithms.advantages import Groups, gae, group_advantages
@@ -120,22 +120,23 @@ def test_of_a_last_reward_alone_both_credits_are_the_same(
 
 
 @given(st.lists(st.lists(numbers, min_size=1, max_size=4), min_size=2, max_size=2), st.floats(0.25, 1.0))
+@example([[-1.0, 2.0**-23, 2.0**-24], [-1.0, 4.0, -4.0]], 1.0)
 @hypothesis_settings(deadline=None, max_examples=40)
 def test_what_is_behind_an_episode_and_other_groups_change_nothing(rewards: list[list[float]], gamma: float):
     alone = [Trajectory([1], [5] * len(row), [-1.0] * len(row), 1.0, False, [(n, n + 1) for n in range(len(row))])
              for row in rewards]  # fmt: skip
-    longer = [*alone, episode(1, 1, 1, 1, 1), episode(1)]
+    short, longer = ([*alone, episode(*other), episode(1)] for other in ((1,), (1, 1, 1, 1, 1)))
 
     def advantages(items: list[Trajectory], given: list[Any]) -> Tensor:
         turns = turns_of(items, given, 2)
         returns = turns.returns(torch.zeros(len(items)), gamma=gamma)
         return turn_advantages(returns, turns.reached, grpo())
 
-    found, most = advantages(alone, rewards), max(map(len, rewards))
+    found, most = advantages(short, [*rewards, [9.0], [1.0]]), max(map(len, rewards))
     wide = advantages(longer, [*rewards, [9.0] * 5, [1.0]])
-    # A sum's last bits depend on how many zeros stand behind its terms.
-    torch.testing.assert_close(wide[:2, :most], found, atol=2e-4, rtol=1e-3)
-    assert not wide[:2, most:].any()
+    assert torch.equal(wide[:2, :most], found[:2]) and not wide[:2, most:].any()
+    # torch has another kernel for the deviation of a single group: returns that are nearly equal differ in last bits.
+    torch.testing.assert_close(advantages(alone, rewards), found[:2], atol=2e-4, rtol=1e-3)
 
 
 def policies(tiny_model: Any) -> tuple[Policy, Policy]:
