@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from pydantic import ConfigDict, Field
 
@@ -22,6 +21,7 @@ from rollout_core.agents.emitters import emit_reward, find_reward_spans, get_rew
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable, RetryHint
 from rollout_core.config.base import Settings, parse_config
 from rollout_core.serving.recording import SERVED_KIND, STOP_SECONDS, Recording, RecordSettings, rollout_of
+from rollout_core.serving.requests import read_object
 from rollout_core.store import AttemptedRollout, Span, SqlLightningStore
 from rollout_core.store.semconv import AGL_ANNOTATION
 
@@ -57,12 +57,7 @@ class Feedback(Settings):
 
 def read_feedback(data: bytes) -> Feedback:
     """The feedback that a body has. Raises ConfigError for one that has none."""
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ConfigError('the body is not a JSON object; expected one such as {"id": ANSWER, "reward": 1.0}')
+    body = read_object(data, '{"id": ANSWER, "reward": 1.0}')
     return parse_config(body, Feedback, name="feedback")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rollout_core.base.errors import Fatal, Recoverable, in_words
+from rollout_core.base.errors import Fatal, in_words
 from rollout_core.base.ids import ContentId
 from rollout_core.serving.replica import Replica
 
@@ -43,8 +43,6 @@ class Follower:
         """As it was seen last."""
         self.problem: str | None = None
         """Why something else than the latest answers, or why it is not known what is the latest."""
-        self.num_refused = 0
-        """How often weights were not served."""
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY
         self._task = asyncio.create_task(self._keep())
 
@@ -80,7 +78,6 @@ class Follower:
         try:
             await self._replica.change(latest)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with weights, those before stay
-            self.num_refused += not isinstance(error, Recoverable)
             self._say(f"model {latest} is the latest {self.resource!r}, and cannot be served: {in_words(error)}")
             self._retry_at = time.monotonic() + (REFUSED_RETRY if isinstance(error, Fatal) else self._retry_seconds)
             self._retry_seconds = min(2 * self._retry_seconds, LONGEST_RETRY)

@@ -44,17 +44,23 @@ KEPT_AT_A_VENDOR = {
 """Fields of a request for a response that name what a vendor keeps, and what to do instead."""
 
 
-def read_request(path: str, data: bytes, known: Collection[str] | None) -> dict[str, Any]:
-    """The body of a request to ``path``. ``known`` are the fields that the engine knows there; None: any.
-
-    Raises ConfigError for a body that is no object, and for fields that are not honoured.
-    """
+def read_object(data: bytes, example: str) -> dict[str, Any]:
+    """A body as an object. Raises ConfigError for one that is none, with the ``example`` of one."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ConfigError('the body is not a JSON object; expected one such as {"model": ..., "messages": [...]}')
+        raise ConfigError(f"the body is not a JSON object; expected one such as {example}")
+    return body
+
+
+def read_request(path: str, data: bytes, known: Collection[str] | None) -> dict[str, Any]:
+    """The body of a request to ``path``. ``known`` are the fields that the engine knows there; None: any.
+
+    Raises ConfigError for a body that is no object, and for fields that are not honoured.
+    """
+    body = read_object(data, '{"model": ..., "messages": [...]}')
     given = {name for name, value in body.items() if value is not None}
     if path == "/v1/responses":
         for name in sorted(given & KEPT_AT_A_VENDOR.keys()):

@@ -64,15 +64,3 @@ def test_the_check_fails_with_the_lines_of_the_log(tmp_path: Path):
     logs.watch(tmp_path / "server.log").write_text(SCHEDULER)
     with pytest.raises(AssertionError, match=r"1 errors in the logs(.|\n)*schedule_deployments"):
         logs.check()
-
-
-def test_a_client_that_leaves_in_a_request_is_no_error_and_another_end_of_its_transaction_is(tmp_path: Path):
-    log = """\
-12:29:34.879 | ERROR   | sqlalchemy.pool.impl.AsyncAdaptedQueuePool - Exception during reset or similar
-Traceback (most recent call last):
-  File "base.py", line 1044, in _finalize_fairy
-    return await future
-asyncio.exceptions.CancelledError
-"""
-    assert problems(tmp_path, log) == []
-    assert len(problems(tmp_path, log.replace("asyncio.exceptions.CancelledError", "OSError: disk I/O error"))) == 1

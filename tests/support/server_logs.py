@@ -34,11 +34,6 @@ EVERYWHERE = (
         "Prefect reads and then writes in one SQLite transaction, which another write in between ends at once; its "
         "task queue, services, workers and clients try again, and where they do not the test sees no result",
     ),
-    Expected(
-        r"Exception (during reset or similar|terminating connection)[\s\S]*CancelledError",
-        "Prefect's server ends a request whose client has left, such as a process that a test kills; SQLAlchemy says "
-        "of the connection that was rolling back then that it is thrown away, and opens another",
-    ),
 )
 """Expected of any server or worker."""
 
